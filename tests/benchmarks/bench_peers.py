@@ -93,11 +93,11 @@ def sums(count, terms):
 
 def timed(function):
     """Return the seconds and the result of a call, None if it exceeds the limit."""
-    made = None
+    result = None
     start = process_time()
     with suppress(TooSlowError), limited(LIMIT):
-        made = function()
-    return process_time() - start, made
+        result = function()
+    return process_time() - start, result
 
 
 def test_maximum_against_that_of_sympy(benchmark):

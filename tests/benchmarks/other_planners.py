@@ -15,14 +15,14 @@ from time import process_time
 
 def rate(call):
     """Return calls per second of CPU time: the best of three runs of at least half a second."""
-    found = []
+    rates = []
     for _ in range(3):
         done, start = 0, process_time()
         while (spent := process_time() - start) < 0.5:
             call(done)
             done += 1
-        found.append(done / spent)
-    return max(found)
+        rates.append(done / spent)
+    return max(rates)
 
 
 def llm_analysis():

@@ -156,11 +156,11 @@ def section(benchmark):
 
 def page(record):
     """Return the page for a record: one section for each benchmark with figures."""
-    found = {b["name"]: b for b in record["benchmarks"]}
-    unknown = sorted(found.keys() - ABOUT.keys())
+    benchmarks = {b["name"]: b for b in record["benchmarks"]}
+    unknown = sorted(benchmarks.keys() - ABOUT.keys())
     if unknown:
         raise SystemExit(f"table.py: nothing is known of {', '.join(unknown)}, expected a line in ABOUT")
-    return head(record) + "".join(section(found[name]) for name in ABOUT if name in found)
+    return head(record) + "".join(section(benchmarks[name]) for name in ABOUT if name in benchmarks)
 
 
 if __name__ == "__main__":

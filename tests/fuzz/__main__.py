@@ -15,14 +15,14 @@ WHAT = ("programs", "chains", "ranks")
 
 def checks(names):
     """Return the `check(rng)` of every fuzzer module."""
-    found = {}
+    modules = {}
     for name in names:
         try:
-            found[name] = importlib.import_module(f"{__package__}.{name}").check
+            modules[name] = importlib.import_module(f"{__package__}.{name}").check
         except ModuleNotFoundError as error:
             if error.name != f"{__package__}.{name}":
                 raise
-    return found
+    return modules
 
 
 def one(check, seed):
@@ -46,11 +46,11 @@ def main(arguments=None):
     parser.add_argument("--quiet", action="store_true", help="print counts alone")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    found = checks(given.what or WHAT)
-    draws, seed, end = dict.fromkeys(found, 0), given.seed, time.monotonic() + 60 * given.minutes
+    selected = checks(given.what or WHAT)
+    draws, seed, end = dict.fromkeys(selected, 0), given.seed, time.monotonic() + 60 * given.minutes
     answers, refusals, failed = dict(draws), dict(draws), dict(draws)
-    while found and (seed - given.seed < given.count if given.count else time.monotonic() < end):
-        for name, check in found.items():
+    while selected and (seed - given.seed < given.count if given.count else time.monotonic() < end):
+        for name, check in selected.items():
             tried, refused, wrong = one(check, seed)
             draws[name] += tried > 0
             answers[name] += tried

@@ -191,9 +191,9 @@ def _differences(a: dict[str, Any], b: dict[str, Any], how: str) -> Iterator[str
 
 def looped_is_unrolled(chain: Chain) -> Iterator[str]:
     """Transforming the unrolled model, or unrolling the result, gives the costs of the looped result."""
-    made = applied(chain, _model(chain.model, chain.layers))
-    wanted = _answers(made, chain.point(made))
-    played = cg.unroll(made, **chain.point(made))
+    looped = applied(chain, _model(chain.model, chain.layers))
+    wanted = _answers(looped, chain.point(looped))
+    played = cg.unroll(looped, **chain.point(looped))
     yield from _differences(wanted, _answers(played, chain.point(played)), "unrolled at the end")
     names, recurrent = [name for name, _, _ in chain.transforms], chain.model in RECURRENT
     if "fuse" in names or (recurrent and {"prefill", "decode"} & {*names}):
@@ -211,22 +211,22 @@ def looped_is_unrolled(chain: Chain) -> Iterator[str]:
 
 def bound_early_is_bound_late(chain: Chain) -> Iterator[str]:
     """Binding sizes at evaluation gives the same value as binding them in the graph."""
-    made = applied(chain, _model(chain.model, chain.layers))
-    point = chain.point(made)
-    every = {**made.defaults, **point}
-    wanted = _answers(made, point)
-    given = made.defaults
+    graph = applied(chain, _model(chain.model, chain.layers))
+    point = chain.point(graph)
+    every = {**graph.defaults, **point}
+    wanted = _answers(graph, point)
+    given = graph.defaults
     try:
         for kept in ({}, given, {name: size for name, size in given.items() if name != "L"}):
-            made.defaults = kept
-            formulas = {name: ask(made) for name, ask in QUESTIONS.items()}
+            graph.defaults = kept
+            formulas = {name: ask(graph) for name, ask in QUESTIONS.items()}
             late = {name: cg.evaluate(formula, **_only(formula, every)) for name, formula in formulas.items()}
             yield from _differences(wanted, late, f"bound late, but for {', '.join(kept) or 'none'}")
     except cg.BindingError as error:  # formulas may differ for few layers, and their errors say so
         if "holds from" not in str(error):
             raise
     finally:
-        made.defaults = given
+        graph.defaults = given
 
 
 def _only(formula: Any, point: dict[str, int]) -> dict[str, int]:
@@ -236,18 +236,18 @@ def _only(formula: Any, point: dict[str, int]) -> dict[str, int]:
 
 def saved_is_loaded(chain: Chain) -> Iterator[str]:
     """A saved and reloaded graph has the same costs and facts."""
-    made = applied(chain, _model(chain.model, chain.layers))
+    graph = applied(chain, _model(chain.model, chain.layers))
     with TemporaryDirectory() as folder:
         path = Path(folder) / "graph.json"
-        cg.save(made, path)
+        cg.save(graph, path)
         try:
             back = cg.load(path)
         except cg.CostGraphError as error:
             yield f"loaded: refused, {str(error).removeprefix(str(path))[:200]}"
             return
-    point = chain.point(made)
-    yield from _differences(_answers(made, point), _answers(back, point), "loaded")
-    yield from _differences(_facts(made), _facts(back), "loaded")
+    point = chain.point(graph)
+    yield from _differences(_answers(graph, point), _answers(back, point), "loaded")
+    yield from _differences(_facts(graph), _facts(back), "loaded")
 
 
 def _facts(graph: cg.Graph) -> dict[str, Any]:
@@ -265,11 +265,11 @@ def more_checkpointing_saves_no_more(chain: Chain) -> Iterator[str]:
         steps = [(n, a, (*(i for i in k if i[0] != "checkpoint"), ("checkpoint", policy)))
                  if n == "training_step" else (n, a, k) for n, a, k in chain.transforms if n != "offload"]  # fmt: skip
         try:
-            made = applied(
+            graph = applied(
                 Chain(chain.model, chain.layers, chain.sizes, tuple(steps)), _model(chain.model, chain.layers)
             )
             # saved_bytes counts one iteration per loop; the unrolled graph counts all iterations
-            played = cg.unroll(made, **chain.point(made))
+            played = cg.unroll(graph, **chain.point(graph))
             return sum(cg.saved_bytes(played, **chain.point(played)).values())
         except cg.CostGraphError:
             return None
@@ -293,8 +293,8 @@ INVARIANTS: tuple[Callable[[Chain], Iterator[str]], ...] = (
 def wrong(chain: Chain, invariants: tuple[Callable[[Chain], Iterator[str]], ...] = INVARIANTS) -> list[str] | None:
     """Return the violations of a chain, None if the library refuses it."""
     try:
-        made = applied(chain, _model(chain.model, chain.layers))
-        _answers(made, chain.point(made))
+        graph = applied(chain, _model(chain.model, chain.layers))
+        _answers(graph, chain.point(graph))
     except cg.CostGraphError:
         return None
     return [f"{invariant.__name__}: {text}" for invariant in invariants for text in invariant(chain)]
@@ -303,5 +303,5 @@ def wrong(chain: Chain, invariants: tuple[Callable[[Chain], Iterator[str]], ...]
 def check(rng: random.Random) -> tuple[int, int, list[str]]:
     """Return the number of drawn chains, the number refused, and the violations of the others."""
     chain = draw(rng)
-    found = wrong(chain)
-    return 1, int(found is None), [str(chain), *found] if found else []
+    violations = wrong(chain)
+    return 1, int(violations is None), [str(chain), *violations] if violations else []

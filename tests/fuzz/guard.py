@@ -37,6 +37,6 @@ def outcome(call, *given, about=None, **named):
 
 
 def refused(call, *given, **named):
-    found = outcome(call, *given, **named)
-    assert isinstance(found, CostGraphError), f"{show(given)} was taken: {str(found)[:300]}"
-    return found
+    result = outcome(call, *given, **named)
+    assert isinstance(result, CostGraphError), f"{show(given)} was taken: {str(result)[:300]}"
+    return result

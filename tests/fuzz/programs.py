@@ -173,9 +173,9 @@ class Live(TorchDispatchMode):
         self.live -= amount
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        self.add(made)
-        return made
+        outputs = func(*args, **(kwargs or {}))
+        self.add(outputs)
+        return outputs
 
 
 def tracked(run, held):
@@ -273,15 +273,15 @@ def check(rng):
     derived = trains and "checkpoint" not in net.text
     # kernels whose workspace oneDNN chooses or allocates per thread
     library = any(part in net.text for part in ("self.b(", "autocast", "scaled_dot_product"))
-    asked = []
+    queries = []
     if "max_pool1d" not in net.text:  # uses another kernel where no gradient is needed
-        asked.append(("forward", lambda: trace(net, other, dims=dims), forward))
+        queries.append(("forward", lambda: trace(net, other, dims=dims), forward))
     if trains:
-        asked.append(("traced step", lambda: trace(net, other, dims=dims, train=True), step))
+        queries.append(("traced step", lambda: trace(net, other, dims=dims, train=True), step))
     if derived:
-        asked.append(("derived step", lambda: cg.backward(trace(net, other, dims=dims)), step))
+        queries.append(("derived step", lambda: cg.backward(trace(net, other, dims=dims)), step))
     seen = {}
-    for what, build, run in asked:
+    for what, build, run in queries:
         tried += 1
         try:
             graph = build()

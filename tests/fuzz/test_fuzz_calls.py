@@ -141,9 +141,9 @@ def ask(name, e, function, args, named):
     before = here()
     try:
         with limited(SECONDS):
-            found = function(*args, **named)
-            use(e, found)
-            wrong = [] if name in SIGNED else [n for n in amounts(found) if not is_amount(n)]
+            result = function(*args, **named)
+            use(e, result)
+            wrong = [] if name in SIGNED else [n for n in amounts(result) if not is_amount(n)]
             if e.g.nodes:
                 wrong += [
                     n for q in (cg.flops, cg.bytes_moved, cg.peak_memory) for n in [q(e.g, B=2)] if not is_amount(n)
@@ -195,10 +195,10 @@ def test_every_public_name_has_a_call():
 @pytest.mark.parametrize("name", sorted(CLASSES))
 def test_every_public_method_has_a_call(name):
     members = vars((PUBLIC | RECORDS)[name])
-    own = {k for k, v in members.items() if inspect.isfunction(v) and not k.startswith("_")}
-    own = {k for k in own if hasattr(members[k], "__wrapped__")}  # methods that check their arguments
-    networkx = {k for k in own if k.startswith(("add_", "clear", "remove_"))}
-    assert own - networkx == (METHODS[name][1].keys() if name in METHODS else set())
+    methods = {k for k, v in members.items() if inspect.isfunction(v) and not k.startswith("_")}
+    methods = {k for k in methods if hasattr(members[k], "__wrapped__")}  # methods that check their arguments
+    networkx = {k for k in methods if k.startswith(("add_", "clear", "remove_"))}
+    assert methods - networkx == (METHODS[name][1].keys() if name in METHODS else set())
 
 
 def test_valid_calls_succeed(folder):

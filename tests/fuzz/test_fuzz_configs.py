@@ -42,21 +42,21 @@ def test_hostile_config_values_give_a_model_or_an_error(name):
     draw = random.Random(seed() or name)
     for _ in range(examples(12)):
         field, value = draw.choice(fields_of(name)), draw.choice(HOSTILE)
-        made = outcome(cg.models.from_config, {**file_of(name), field: value}, about=(name, field[:40]))
-        if isinstance(made, cg.Graph):
-            outcome(need_amounts, made, about=(name, field[:40], str(type(value))))
+        result = outcome(cg.models.from_config, {**file_of(name), field: value}, about=(name, field[:40]))
+        if isinstance(result, cg.Graph):
+            outcome(need_amounts, result, about=(name, field[:40], str(type(value))))
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_huge_layer_counts_are_not_listed(name):
     fields = file_of(name)
     depths = [n for n in fields if n in LIMITS or n == "num_blocks"]
-    made = outcome(cg.models.from_config, {**fields, **dict.fromkeys(depths, 10**9)})
+    result = outcome(cg.models.from_config, {**fields, **dict.fromkeys(depths, 10**9)})
     if depths:
-        assert isinstance(made, cg.Graph) or "65536 of such at the most" in str(made)
-        assert not isinstance(made, cg.Graph) or len(list(made.ops)) < 300
+        assert isinstance(result, cg.Graph) or "65536 of such at the most" in str(result)
+        assert not isinstance(result, cg.Graph) or len(list(result.ops)) < 300
         # the error lists layers only if the first ones differ from all others
-        assert isinstance(made, cg.Graph) or name == "Qwen3ForCausalLM"
+        assert isinstance(result, cg.Graph) or name == "Qwen3ForCausalLM"
 
 
 def places(fields, prefix=()):
@@ -93,8 +93,8 @@ def test_irregular_layer_patterns_are_refused():
     halves = ["sliding_attention"] * 8_000 + ["full_attention"] * 8_000
     turns = ["sliding_attention", "full_attention"] * 8_000
     for layers in (halves, turns):
-        made = outcome(cg.models.from_config, {**fields, "layer_types": layers})
-        assert cg.param_count(made) == cg.param_count(outcome(cg.models.from_config, fields))
+        result = outcome(cg.models.from_config, {**fields, "layer_types": layers})
+        assert cg.param_count(result) == cg.param_count(outcome(cg.models.from_config, fields))
     moe = {**file_of("Qwen3MoeForCausalLM"), "num_hidden_layers": 3_000}
     one = outcome(cg.models.from_config, {**moe, "mlp_only_layers": [0]})
     assert len(list(one.ops)) < 300

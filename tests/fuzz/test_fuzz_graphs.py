@@ -69,8 +69,8 @@ def ask(data, path, about):
         outcome(question, g, about=(question.__name__, about), **SIZES)
     again = path.with_suffix(".again")
     cg.save(g, again)
-    found = by_name(plain(json.loads(again.read_text())))
-    assert found == known_part(by_name(plain(data)), found), f"{about}: the file says something else than the graph"
+    resaved = by_name(plain(json.loads(again.read_text())))
+    assert resaved == known_part(by_name(plain(data)), resaved), f"{about}: the file says something else than the graph"
     return g
 
 
@@ -101,14 +101,14 @@ def test_valid_files_are_taken(tmp_path, name):
 def test_every_node_deleted_repeated_or_replaced(tmp_path, name):
     rng = random.Random(name)
     data = saved(name, tmp_path)
-    found = Found(tmp_path)
+    checker = Found(tmp_path)
     for route in list(places(data))[:: 45 if is_plain() else 1]:
-        found.ask(changed(data, route, "delete"), (route, "delete"))
+        checker.ask(changed(data, route, "delete"), (route, "delete"))
         if isinstance(route[-1], int):
-            found.ask(changed(data, route, "twice"), (route, "twice"))
+            checker.ask(changed(data, route, "twice"), (route, "twice"))
         for value in rng.sample(REPLACEMENTS, min(len(REPLACEMENTS), examples(1))):
-            found.ask(changed(data, route, "replace", value), (route, value))
-    found.none()
+            checker.ask(changed(data, route, "replace", value), (route, value))
+    checker.none()
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -116,13 +116,13 @@ def test_nodes_exchanged_at_random(tmp_path, name):
     rng = random.Random(name)
     data = saved(name, tmp_path)
     spots = list(places(data))
-    found = Found(tmp_path)
+    checker = Found(tmp_path)
     for _ in range(examples(80)):
         a, b = rng.sample(spots, 2)
         if a[: len(b)] == b or b[: len(a)] == a:
             continue
-        found.ask(changed(data, a, "swap", b), (a, b))
-    found.none()
+        checker.ask(changed(data, a, "swap", b), (a, b))
+    checker.none()
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -130,7 +130,7 @@ def test_several_nodes_replaced_by_others_of_the_same_file(tmp_path, name):
     rng = random.Random(name)
     data = saved(name, tmp_path)
     values = list(REPLACEMENTS)
-    found = Found(tmp_path)
+    checker = Found(tmp_path)
     for _ in range(examples(60)):
         out = data
         edits = []
@@ -147,8 +147,8 @@ def test_several_nodes_replaced_by_others_of_the_same_file(tmp_path, name):
                         break
             out = changed(out, route, "replace", value)
             edits.append((route, value))
-        found.ask(out, edits)
-    found.none()
+        checker.ask(out, edits)
+    checker.none()
 
 
 SCRAPS = [b"", b"0", b"{", b"]", b'"', b"NaN", b"\xff", b"\x00", b"1e999", b"-", b"null", b"9" * 50]
@@ -193,14 +193,16 @@ def test_graph_paths_without_file_are_refused(path):
 
 def kinds_of_keys(data):
     """Return a path to one key of each kind of place, ignoring indices and names in the path."""
-    found = {}
+    routes_by_key = {}
     for route in places(data):
         if isinstance(route[-1], str):
             way = [step for step in route[:-1] if isinstance(step, str)]
             owner = at(data, route[:-1])
-            found.setdefault((*way, owner.get("role"), owner.get("kind"), tuple(sorted(owner))), []).append(route)
+            routes_by_key.setdefault((*way, owner.get("role"), owner.get("kind"), tuple(sorted(owner))), []).append(
+                route
+            )
     # the keys of defaults and extents are user-defined names
-    return [routes[0] for key, routes in found.items() for routes in by_last(routes) if "defaults" not in key]
+    return [routes[0] for key, routes in routes_by_key.items() for routes in by_last(routes) if "defaults" not in key]
 
 
 def by_last(routes):

@@ -34,14 +34,14 @@ def ask(path):
     """Load a specification and run every query of a report on it."""
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.linear(g.input("x", (64, 64)), "b d -> b f", f=64))
-    found = cg.load_hardware(path)
-    for place, quantity in found.rows:
+    hardware = cg.load_hardware(path)
+    for place, quantity in hardware.rows:
         assert quantity.value > 0, f"{place} = {quantity}"
         assert str(quantity)
-    assert found.ridge(next(iter(found.peak)).partition("_")[0]) > 0
-    times = cg.roofline(g, found, fallback="fp32")
+    assert hardware.ridge(next(iter(hardware.peak)).partition("_")[0]) > 0
+    times = cg.roofline(g, hardware, fallback="fp32")
     assert times.lower_bound > 0
-    return found
+    return hardware
 
 
 def written(path, text):
@@ -51,9 +51,9 @@ def written(path, text):
 
 @pytest.mark.parametrize("content", FILES, ids=range(len(FILES)))
 def test_invalid_specifications_are_refused(tmp_path, content):
-    found = refused(cg.load_hardware, written(tmp_path / "f.toml", content))
-    assert isinstance(found, cg.SpecError)
-    assert "f.toml" in str(found)
+    error = refused(cg.load_hardware, written(tmp_path / "f.toml", content))
+    assert isinstance(error, cg.SpecError)
+    assert "f.toml" in str(error)
 
 
 def test_every_number_replaced(tmp_path):

@@ -17,15 +17,15 @@ def test_ranks_keep_the_invariants_at_all_degrees(seed):
 
 
 def test_identical_layer_kinds_are_gathered_alike():
-    found = []
+    counts_by_model = []
     for kinds in (1, 2):
         step = cg.training_step(model(kinds, gated=False, fused=False), optimizer=cg.SGD())
         rank = cg.parallelize(step, dp=4, zero=3)
         counts = {}
         for m in cg.communication(rank, **SIZES):
             counts[m.collective, m.phase] = counts.get((m.collective, m.phase), 0) + m.times
-        found.append(counts)
-    assert found[0] == found[1]
+        counts_by_model.append(counts)
+    assert counts_by_model[0] == counts_by_model[1]
 
 
 @pytest.mark.parametrize("degrees", [pytest.param({"ep": 4}, marks=pytest.mark.long), {"dp": 2, "ep": 4}])

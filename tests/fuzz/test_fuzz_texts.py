@@ -59,11 +59,11 @@ def assumed(text):
 
 def formula(text):
     """Round-trip a formula: its printed text parses to the same formula."""
-    found = parse_formula(text)
-    assert isinstance(found, Poly)
-    if len(str(found)) < 2000:
-        assert parse_formula(str(found)) == found, f"{found} is read as {parse_formula(str(found))}"
-    return found
+    parsed = parse_formula(text)
+    assert isinstance(parsed, Poly)
+    if len(str(parsed)) < 2000:
+        assert parse_formula(str(parsed)) == parsed, f"{parsed} is read as {parse_formula(str(parsed))}"
+    return parsed
 
 
 READERS = {
@@ -115,13 +115,13 @@ def test_hostile_names_are_taken_or_refused(reader):
 
 @pytest.mark.parametrize("text", in_part(FORMULAS, 0, 4), ids=lambda t: t[:30])
 def test_expensive_formulas_are_answered_or_refused_in_time(text):
-    found = outcome(parse_formula, text)
-    outcome(lambda: str(found))
+    parsed = outcome(parse_formula, text)
+    outcome(lambda: str(parsed))
     outcome(assumed, f"{text} >= 1")
     outcome(assumed, f"Q == {text}")
-    if isinstance(found, Poly):
-        outcome(lambda: cg.evaluate(found.expr, **dict.fromkeys(found.names(), 3)))
-        outcome(lambda: cg.Graph("g").input("x", (found, found)))
+    if isinstance(parsed, Poly):
+        outcome(lambda: cg.evaluate(parsed.expr, **dict.fromkeys(parsed.names(), 3)))
+        outcome(lambda: cg.Graph("g").input("x", (parsed, parsed)))
 
 
 def test_sizes_as_keywords_are_taken_or_refused():

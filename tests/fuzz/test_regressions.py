@@ -68,8 +68,8 @@ def test_many_terms_in_a_ceiling_are_refused():
 
 @pytest.mark.parametrize("text", ["(2 / B) / (1 - A)", "1 / (1 / (1 + A))", "3 / (0.5 / (B - 0.5))", "1/(1-A)"])
 def test_printed_quotients_parse_to_the_same_formula(text):
-    found = parse_formula(text)
-    assert parse_formula(str(found)) == found
+    formula = parse_formula(text)
+    assert parse_formula(str(formula)) == formula
 
 
 def test_huge_power_in_a_maximum_is_refused_when_bound():

@@ -64,9 +64,9 @@ def in_child(work: Callable[[], int], seconds: float = 0) -> tuple[int, str]:
             os._exit(status)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        said = pipe.read()
+        output = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return status, said
+    return status, output
 
 
 def say(text: str) -> None:
@@ -149,16 +149,16 @@ class Reached:
         data = self.cover.get_data()
         usable = {t: s for t, s in self.seconds.items() if t not in self.elsewhere and t not in self.failed}
         lines = {
-            str(Path(file).relative_to(ROOT)): {n: [t for t in ts if t in usable] for n, ts in found.items()}
+            str(Path(file).relative_to(ROOT)): {n: [t for t in ts if t in usable] for n, ts in report.items()}
             for file in data.measured_files()
-            if (found := data.contexts_by_lineno(file))
+            if (report := data.contexts_by_lineno(file))
         }
         imports = {
             str(Path(file).relative_to(ROOT)): [n for n, ts in data.contexts_by_lineno(file).items() if "" in ts]
             for file in data.measured_files()
         }
-        found = {"tests": usable, "failed": self.failed, "lines": lines, "imports": imports}
-        self.out.write_text(json.dumps(found))
+        report = {"tests": usable, "failed": self.failed, "lines": lines, "imports": imports}
+        self.out.write_text(json.dumps(report))
 
 
 def reached(out: Path, chosen: list[str]) -> dict[str, Any]:

@@ -61,10 +61,10 @@ class Exchange:
         new = codes(compile(mutated(self.path.read_text(), mutant), str(self.path), "exec", dont_inherit=True))
         for cache in self.caches:
             cache.cache_clear()
-        found = [f for f in self.functions if f.__code__.co_qualname == mutant.function]
-        for f in found:
+        matching = [f for f in self.functions if f.__code__.co_qualname == mutant.function]
+        for f in matching:
             f.__code__ = new[mutant.function, f.__code__.co_firstlineno]
-        return bool(found)
+        return bool(matching)
 
 
 class Exchanging:
@@ -233,18 +233,18 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     prepare()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    found = reached(options.out / "reached.json", options.tests)
+    coverage = reached(options.out / "reached.json", options.tests)
     for module in options.modules:
         file = options.out / f"{module.replace('/', '.')}.json"
         all_of_it = mutants((ROOT / "costgraph" / f"{module}.py").read_text())
         todo = all_of_it[:: options.every]
-        kept: list[dict[str, Any]] = []
+        unchanged: list[dict[str, Any]] = []
         if options.again:
             before, there = json.loads(file.read_text()), {key_of(m) for m in all_of_it}
             again = {key_of(r) for r in before if r["outcome"].startswith("survived")} - accepted(module)
-            kept = [r for r in before if key_of(r) not in again and key_of(r) in there]
+            unchanged = [r for r in before if key_of(r) not in again and key_of(r) in there]
             todo = [m for m in all_of_it if key_of(m) in again]
-        records = kept + run(module, todo, found, options.limit, options.tests, worth=options.worth)
+        records = unchanged + run(module, todo, coverage, options.limit, options.tests, worth=options.worth)
         file.write_text(json.dumps(records, indent=1))
         print(summary(module, records, options.every), flush=True)
         for line in worth_of(records) if options.worth else ():

@@ -57,8 +57,8 @@ EXPECTED = [
 
 
 def mutant(change):
-    (found,) = (m for m in mutants(TOY) if m.change == change)
-    return found
+    (match,) = (m for m in mutants(TOY) if m.change == change)
+    return match
 
 
 @pytest.fixture
@@ -90,10 +90,10 @@ def test_mutants_are_single_changes_with_their_line():
 def test_exchange_replaces_functions_and_clears_caches(toy):
     module, exchange = toy
     assert (module.clamp(5), module.double(3)) == (4, 6)
-    kept = module.double
+    double = module.double
     assert exchange(mutant("x - 1 -> x + 1"))
     assert exchange(mutant("x * 2: 2 -> 3"))
-    assert (module.clamp(5), kept(3)) == (6, 9)
+    assert (module.clamp(5), double(3)) == (6, 9)
     box = module.Box()
     box.items = [1]
     assert not box.full

@@ -86,9 +86,9 @@ class Live(TorchDispatchMode):
         self.live -= amount
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        self.add(made)
-        return made
+        outputs = func(*args, **(kwargs or {}))
+        self.add(outputs)
+        return outputs
 
     @property
     def above(self):

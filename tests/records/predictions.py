@@ -77,9 +77,9 @@ def baseline(row, device, block=BLOCK):
     A tensor declared in a block has a storage per layer.
     """
     graph, sizes = graph_of(row, device)
-    found = [life for life in cg.lifetimes(graph, device=_on(device), **sizes) if life.born is None]
-    pieces = [sizes.get("L", 1) if life.tensor.startswith("blocks/") else 1 for life in found]
-    return sum(-(-life.bytes // (n * block)) * n * block for life, n in zip(found, pieces, strict=True))
+    persistent = [life for life in cg.lifetimes(graph, device=_on(device), **sizes) if life.born is None]
+    pieces = [sizes.get("L", 1) if life.tensor.startswith("blocks/") else 1 for life in persistent]
+    return sum(-(-life.bytes // (n * block)) * n * block for life, n in zip(persistent, pieces, strict=True))
 
 
 def _on(device):
@@ -157,8 +157,8 @@ def _hardware(source, tf32):
 def hardware_of(record):
     """Return the device for a record's times: from a file next to the record or a datasheet; None if there is
     neither."""
-    own = record.path.with_suffix(".toml")
-    source = str(own) if own.exists() else SPECIFICATIONS.get(record.environment["device"])
+    specification = record.path.with_suffix(".toml")
+    source = str(specification) if specification.exists() else SPECIFICATIONS.get(record.environment["device"])
     return None if source is None else _hardware(source, record.environment["tf32"])
 
 

@@ -117,8 +117,8 @@ def tiles(given):
         }[given["direction"]]  # fmt: skip
     else:
         return None
-    found = -(-rows // 128) * -(-columns // 128)
-    return found, rows * columns / (found * 128**2)
+    count = -(-rows // 128) * -(-columns // 128)
+    return count, rows * columns / (count * 128**2)
 
 
 def cause(row):

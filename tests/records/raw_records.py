@@ -116,20 +116,22 @@ def _row(place, case, cuda, outer=None):
     place = f"{place} ({name})"
     kind = _KINDS.get(name, "kernel")
     _need(case.get("kind") == kind, place, f"kind {case.get('kind')!r}", kind)
-    own = {"parameters": int} if kind == "step" else {}
+    extra_keys = {"parameters": int} if kind == "step" else {}
     facts = _checked(place, case, FACTS[name]) if outer is None else outer
-    found = _checked(place, case, own)
+    facts_found = _checked(place, case, extra_keys)
     wanted = {**_TIMES, "flops": int} | (_MEMORY if cuda else {})
-    _only(place, case, FACTS[name], own, wanted, {"name", "kind"}, {"error"}, {"forward"} if kind == "step" else ())
+    _only(
+        place, case, FACTS[name], extra_keys, wanted, {"name", "kind"}, {"error"}, {"forward"} if kind == "step" else ()
+    )
     if "error" in case:
-        return Row(place, name, facts, {}, None, {}, found.get("parameters"), str(case["error"]))
+        return Row(place, name, facts, {}, None, {}, facts_found.get("parameters"), str(case["error"]))
     flops, times = _checked(place, case, {"flops": int})["flops"], _checked(place, case, _TIMES)
     _need(times["min_s"] <= times["median_s"] <= times["max_s"], place, f"times {times}", "them in order")
     memory = _checked(place, case, _MEMORY) if cuda else {}
     if memory:
         above = memory["peak_bytes"] - memory["baseline_bytes"]
         _need(above == memory["peak_above_baseline"], place, f"{above} B from baseline to peak", "peak_above_baseline")
-    return Row(place, name, facts, times, flops, memory, found.get("parameters"))
+    return Row(place, name, facts, times, flops, memory, facts_found.get("parameters"))
 
 
 def _rows(cases, cuda):

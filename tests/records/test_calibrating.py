@@ -41,8 +41,8 @@ def record(device, M, N, K, share):
 @pytest.fixture
 def records(tmp_path):
     path = tmp_path / "records.json"
-    made = [record(device, *sizes, 0.6) for device in PEAKS for sizes in SIZES]
-    path.write_text(json.dumps([*made, made[0] | {"id": "x", "family": "knitting"}]))
+    rows = [record(device, *sizes, 0.6) for device in PEAKS for sizes in SIZES]
+    path.write_text(json.dumps([*rows, rows[0] | {"id": "x", "family": "knitting"}]))
     return path
 
 
@@ -53,21 +53,21 @@ def product(M, N, K):
 
 
 def test_calibration_recovers_a_share_of_the_peak(records):
-    found = calibrate(records, validate=False)
-    assert found.model.figures is None
-    assert sum(found.unpredicted.values()) == 1
+    calibration = calibrate(records, validate=False)
+    assert calibration.model.figures is None
+    assert sum(calibration.unpredicted.values()) == 1
     for device in ("h100-sxm", "a100-80-sxm"):  # 60 % of the peak, at a size between the measured ones
-        asked = ask(product(5119, 5113, 5107), device, None, {}, "test")
-        taken = found.model.seconds(loads_of(asked), asked.rates)
-        assert taken == pytest.approx(2 * 5119 * 5113 * 5107 / (PEAKS[device] * 1e12 * 0.6), rel=0.08)
+        query = ask(product(5119, 5113, 5107), device, None, {}, "test")
+        predicted = calibration.model.seconds(loads_of(query), query.rates)
+        assert predicted == pytest.approx(2 * 5119 * 5113 * 5107 / (PEAKS[device] * 1e12 * 0.6), rel=0.08)
 
 
 def test_held_out_records_do_not_affect_the_fit():
     graph, rows = product(*cg.dims("M N K")), []
     for device in PEAKS:
         for M, N, K in SIZES:
-            asked = ask(graph, device, None, {"M": M, "N": N, "K": K}, "test")
-            rows.append(rows_of(loads_of(asked), asked.rates, shipped().typical))
+            query = ask(graph, device, None, {"M": M, "N": N, "K": K}, "test")
+            rows.append(rows_of(loads_of(query), query.rates, shipped().typical))
     seconds = np.concatenate([r.matrix for r in rows]) * 1.5
     names = np.repeat(list(PEAKS), len(SIZES))
     train = names == "h100-sxm"
@@ -99,11 +99,11 @@ def test_calibrate_records_command_prints_and_writes(records, capsys):
 def test_several_record_files_are_merged(records):
     other = records.with_name("other.json")
     other.write_text(json.dumps([record("b200", *sizes, 0.5) for sizes in SIZES]))
-    found = calibrate(records, other, validate=False).model
-    assert found.records == "records.json, other.json"
+    model = calibrate(records, other, validate=False).model
+    assert model.records == "records.json, other.json"
     for device, rate in (("h100-sxm", 0.6 * 989.4), ("b200", 0.5 * 2250)):
-        asked = ask(product(5119, 5113, 5107), device, None, {}, "test")
-        taken = found.seconds(loads_of(asked), asked.rates)
+        query = ask(product(5119, 5113, 5107), device, None, {}, "test")
+        taken = model.seconds(loads_of(query), query.rates)
         assert taken == pytest.approx(2 * 5119 * 5113 * 5107 / (rate * 1e12), rel=0.08)
 
 
@@ -133,11 +133,11 @@ def test_calibration_needs_predicted_times(records, capsys):
 @pytest.mark.long
 def test_shipped_model_is_fitted_to_the_records():
     folder = Path(__file__).parents[1] / "measured" / "published"
-    found = calibrate(folder / "gpus.json", folder / "b200.json", validate=False).model
+    model = calibrate(folder / "gpus.json", folder / "b200.json", validate=False).model
     given = json.loads(SHIPPED.read_text())
-    assert found.records == given["records"]
+    assert model.records == given["records"]
     graph = load("llama-3-8b")
     for device in ("h100-sxm", "t4", "b200"):
-        asked = ask(graph, device, None, {"B": 1, "S": 512}, "test")
-        taken, wanted = (m.seconds(loads_of(asked), asked.rates) for m in (found, shipped()))
+        query = ask(graph, device, None, {"B": 1, "S": 512}, "test")
+        taken, wanted = (m.seconds(loads_of(query), query.rates) for m in (model, shipped()))
         assert taken == pytest.approx(wanted, rel=0.05)

@@ -42,10 +42,10 @@ def test_held_limits_exit_with_zero(run, tmp_path):
     assert "1 of knitting  expected a family that has a prediction" in text
     assert "holds  no time is below its lower bound: 0 of 1 are" in text
     assert (pictures / "times.png").read_bytes().startswith(b"\x89PNG")
-    told = json.loads(out.read_text())
-    assert (told["schema"], told["records"]) == ("costgraph/held/1", "records.json")
-    assert [limit["holds"] for limit in told["limits"]] == [True, True]
-    assert told["rows"][1] == {"id": "b", "reason": "expected a family that has a prediction"}
+    saved = json.loads(out.read_text())
+    assert (saved["schema"], saved["records"]) == ("costgraph/held/1", "records.json")
+    assert [limit["holds"] for limit in saved["limits"]] == [True, True]
+    assert saved["rows"][1] == {"id": "b", "reason": "expected a family that has a prediction"}
 
 
 @each(

@@ -218,9 +218,9 @@ def test_memory_limits_the_requests_in_flight(measured):
     device = cg.load_hardware(record.device)
     # fp8: one byte per layer weight, two for the head and the embedding; 8 KV heads of dimension 128
     weights = 8_030_261_248 + 2 * 128256 * 4096
-    kept = 2 * 32 * 8 * 128 * 1500  # half of the answer on average, and an fp16 scale per 128 elements
+    kv_cache = 2 * 32 * 8 * 128 * 1500  # half of the answer on average, and an fp16 scale per 128 elements
     requests = row.seconds * float(record.value) / 1000
-    assert requests == pytest.approx((float(device.capacity().value) - weights) / (kept * 130 / 128), rel=0.03)
+    assert requests == pytest.approx((float(device.capacity().value) - weights) / (kv_cache * 130 / 128), rel=0.03)
 
 
 @each("quantity", ["model size", "peak memory"])
@@ -386,21 +386,23 @@ def test_hostile_inputs_are_listed(measured, family):
 
 
 def test_every_record_of_a_file_is_predicted_or_listed(measured, tmp_path):
-    kept = [r for r in measured if r.family != "liger" and FAMILIES.get(r.family, None) is None]
-    kept += [r for r in measured if r.family in FAMILIES and FAMILIES[r.family].subject in ("products", "streams")][::7]
+    records = [r for r in measured if r.family != "liger" and FAMILIES.get(r.family, None) is None]
+    records += [r for r in measured if r.family in FAMILIES and FAMILIES[r.family].subject in ("products", "streams")][
+        ::7
+    ]
     path = tmp_path / "some.json"
-    path.write_text(json.dumps([vars(r) for r in kept], default=float))
-    found = hold(path)
-    assert [row.record.id for row in found.records] == [r.id for r in kept]
-    assert all(bool(row.reason) != (row.ratio is not None) for row in found.records)
-    assert sum(g.rows for g in found.rows) == len(kept)
-    assert sum(found.reasons.values()) + sum(g.predicted for g in found.rows) == len(kept)
-    assert len(str(found).split("\n")) <= 40
+    path.write_text(json.dumps([vars(r) for r in records], default=float))
+    held = hold(path)
+    assert [row.record.id for row in held.records] == [r.id for r in records]
+    assert all(bool(row.reason) != (row.ratio is not None) for row in held.records)
+    assert sum(g.rows for g in held.rows) == len(records)
+    assert sum(held.reasons.values()) + sum(g.predicted for g in held.rows) == len(records)
+    assert len(str(held).split("\n")) <= 40
     saved = tmp_path / "out.json"
-    found.save(saved)
-    told = json.loads(saved.read_text())
-    assert [row["id"] for row in told["rows"]] == [r.id for r in kept]
-    assert all(("reason" in row) != ("estimate" in row) for row in told["rows"])
+    held.save(saved)
+    rows = json.loads(saved.read_text())
+    assert [row["id"] for row in rows["rows"]] == [r.id for r in records]
+    assert all(("reason" in row) != ("estimate" in row) for row in rows["rows"])
 
 
 def test_rounding_of_the_last_digit_is_no_violation(measured):

@@ -32,9 +32,9 @@ def without(key):
 
 def test_numbers_keep_their_digits(written):
     text = json.dumps([RECORD]).replace("1.5", "1.50").encode()
-    (found,) = read_records(written(text))
-    assert str(found.value) == "1.50"
-    assert (found.note, found.inputs["M"]) == ("", 127)
+    (record,) = read_records(written(text))
+    assert str(record.value) == "1.50"
+    assert (record.note, record.inputs["M"]) == ("", 127)
 
 
 NAMES = "id, source, device, family, what, inputs, quantity, unit, value, note"

@@ -67,8 +67,8 @@ def test_cpu_records_cover_all_cases_and_step_variants():
 
 def peaks_off(record):
     """Return the relative error of each peak, and the rows with an unexplained error above 5 %."""
-    found = [(row, *predictions.off(row, record.device)) for row in measured(record)]
-    return found, [(named(row), share) for row, share, why in found if share > 0.05 and why is None]
+    errors = [(row, *predictions.off(row, record.device)) for row in measured(record)]
+    return errors, [(named(row), share) for row, share, why in errors if share > 0.05 and why is None]
 
 
 def hold_peaks(record):

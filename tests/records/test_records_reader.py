@@ -32,15 +32,15 @@ def without(case, *keys, **more):
 
 
 def test_step_and_forward_pass_are_two_rows():
-    found = record(MATMUL, STEP)
-    assert [r.name for r in found.rows] == ["matmul", "train_step", "forward"]
-    assert found.rows[1].facts == found.rows[2].facts
-    assert (found.device, found.rows[1].parameters, found.rows[2].flops) == ("cpu", 11, 1)
+    parsed = record(MATMUL, STEP)
+    assert [r.name for r in parsed.rows] == ["matmul", "train_step", "forward"]
+    assert parsed.rows[1].facts == parsed.rows[2].facts
+    assert (parsed.device, parsed.rows[1].parameters, parsed.rows[2].flops) == ("cpu", 11, 1)
 
 
 def test_gpu_rows_have_memory():
-    found = record({**MATMUL, **BYTES}, environment=CUDA)
-    assert (found.device, found.rows[0].memory["peak_above_baseline"]) == ("cuda", 6)
+    parsed = record({**MATMUL, **BYTES}, environment=CUDA)
+    assert (parsed.device, parsed.rows[0].memory["peak_above_baseline"]) == ("cuda", 6)
 
 
 def test_failed_cases_keep_the_error():
@@ -102,7 +102,7 @@ def test_broken_files_count_as_raw_records(text, raw):
 
 
 def test_all_records_are_read():
-    found = raw_records()
-    assert found
-    assert {r.path.parent for r in found} == {FOLDER}
-    assert all(r.path.name in (FOLDER / "README.md").read_text() for r in found)
+    records = raw_records()
+    assert records
+    assert {r.path.parent for r in records} == {FOLDER}
+    assert all(r.path.name in (FOLDER / "README.md").read_text() for r in records)

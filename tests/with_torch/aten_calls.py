@@ -74,8 +74,8 @@ class Calls(TorchDispatchMode):
 
     def of(self, name: str) -> Seen:
         """Return the single call of an op."""
-        (found,) = (s for s in self.seen if s.call.name == name)
-        return found
+        (call,) = (s for s in self.seen if s.call.name == name)
+        return call
 
 
 def number(amount: Poly) -> int:

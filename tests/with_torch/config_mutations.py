@@ -34,8 +34,8 @@ def file_of(name: str, *, whole: bool) -> dict[str, Any]:
     lean = config_files.file_of(name)
     if not whole:
         return lean
-    found = CONFIG_MAPPING[FILES[name][0]].from_dict(copy.deepcopy(lean)).to_dict()
-    return json.loads(json.dumps(found, default=str))
+    config = CONFIG_MAPPING[FILES[name][0]].from_dict(copy.deepcopy(lean)).to_dict()
+    return json.loads(json.dumps(config, default=str))
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
@@ -126,13 +126,13 @@ MISSING = Missing()
 def names_in(name: str) -> list[str]:
     """Return every field that transformers or the library reads, including aliases."""
     kind = CONFIG_MAPPING[FILES[name][0]]
-    own = {f.name for f in dataclasses.fields(kind)} | set(kind.attribute_map) | set(file_of(name, whole=True))
-    own |= {"num_experts", "num_local_experts", "num_hidden_layers", "num_labels", "rope_scaling", "rope_parameters",
+    names = {f.name for f in dataclasses.fields(kind)} | set(kind.attribute_map) | set(file_of(name, whole=True))
+    names |= {"num_experts", "num_local_experts", "num_hidden_layers", "num_labels", "rope_scaling", "rope_parameters",
             "partial_rotary_factor", "is_gated_act", "dense_act_fn", "hidden_size", "head_dim", "layer_types",
             "mlp_layer_types", "tie_word_embeddings", "sliding_window_pattern", "qk_head_dim", "num_layers",
             "scale_decoder_outputs", "n_embed", "n_head", "n_layer", "text_config_dict", "vision_config_dict",
             "quantization_config", "pretraining_tp", "num_stages", "intermediate_size", "attention_bias"}  # fmt: skip
-    return sorted(own - {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"})
+    return sorted(names - {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"})
 
 
 WORDS = [*ACTIVATIONS, *(f"gated-{a}" for a in ACTIVATIONS), "banana", "", "auto", "basic", "bottleneck", "greedy",
@@ -191,5 +191,5 @@ def mutations(name: str, *, whole: bool) -> Iterator[tuple[str, Any]]:
 
 
 def changed(fields: dict[str, Any], *changes: tuple[str, Any]) -> dict[str, Any]:
-    made = {**fields, **dict(changes)}
-    return {k: v for k, v in made.items() if v is not MISSING}
+    mutated = {**fields, **dict(changes)}
+    return {k: v for k, v in mutated.items() if v is not MISSING}

@@ -22,17 +22,17 @@ RANKS = 2
 
 def model(kind):
     """A llama: plain, with tied embeddings, with a frozen embedding, in bf16, or with LoRA."""
-    made = Llama()
+    llama = Llama()
     if kind == "tied":
-        made.head.weight = made.embed.weight
+        llama.head.weight = llama.embed.weight
     if kind in ("frozen", "lora"):
-        made.embed.requires_grad_(False)
+        llama.embed.requires_grad_(False)
     if kind == "lora":
-        made.requires_grad_(False)
-        for block in made.layers:
+        llama.requires_grad_(False)
+        for block in llama.layers:
             for name in ("q", "v"):
                 setattr(block.attention, name, Lora(getattr(block.attention, name)))
-    return made.bfloat16() if kind == "bf16" else made
+    return llama.bfloat16() if kind == "bf16" else llama
 
 
 class Lora(torch.nn.Module):
@@ -109,9 +109,9 @@ def work(rank, file):
     torch.set_num_threads(1)
     store = dist.FileStore(f"{file}.store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=1))
-    found = {name: run(*case) for name, case in CASES.items()}
+    results = {name: run(*case) for name, case in CASES.items()}
     if not rank:
-        Path(file).write_text(json.dumps(found), encoding="utf-8")
+        Path(file).write_text(json.dumps(results), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -14,30 +14,30 @@ def _module(graph, parameters=None, **sizes):
     with exact():
         module = lower(graph, **{k: v for k, v in sizes.items() if k in known_names(graph)})
     if parameters is not None:
-        own = module.state_dict()
+        state = module.state_dict()
         for name, t in parameters.items():
-            if name in own and ".kept" not in name and "_kept" not in name:
-                own[name].copy_(t)
+            if name in state and ".kept" not in name and "_kept" not in name:
+                state[name].copy_(t)
     return module
 
 
 def _appended(graph):
     """Return the axis of each growing cache, by the start of its name in the module."""
-    found = {}
+    axes = {}
     for op in graph.walk():
         if op.kind.name == "append":
             levels = op.operands[0].name.replace(".", "_").split("/")
-            found[".".join(f"{n}_" if iskeyword(n) else n for n in levels)] = op.kind.axis
-    return found
+            axes[".".join(f"{n}_" if iskeyword(n) else n for n in levels)] = op.kind.axis
+    return axes
 
 
 def _hand_on(before, after, growing, new):
     """Copy the caches of a step to the next step's inputs, before the new positions."""
-    kept = dict(before.named_buffers())
+    buffers = dict(before.named_buffers())
     for name, target in after.named_buffers():
         if "_kept" not in name:
             continue
-        source = kept[name]
+        source = buffers[name]
         axis = next((a for start, a in growing.items() if name == start or name.startswith(f"{start}.")), None)
         if axis is None:
             target.copy_(source)
@@ -82,13 +82,13 @@ def difference(graph, positions, steps, **sizes):
     growing = _appended(next(iter(decoding.values())))
     prompt = cg.prefill(graph)
     module = _module(prompt, parameters, S=positions, **sizes)
-    made = [module(*_inputs(prompt, values, 0, positions))]
+    logits = [module(*_inputs(prompt, values, 0, positions))]
     at = positions
     for new in steps:
         step = decoding[new]
         following = _module(step, parameters, S=at + new, **sizes)
         _hand_on(module, following, growing, new)
-        made.append(following(*_inputs(step, values, at, new)))
+        logits.append(following(*_inputs(step, values, at, new)))
         module, at = following, at + new
-    got = torch.cat(made, 1)
+    got = torch.cat(logits, 1)
     return float((got - expected).abs().max() / expected.abs().max())

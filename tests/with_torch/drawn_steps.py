@@ -17,7 +17,7 @@ UNLIKE = {"dropout", "opaque", "foreign", "empty", "unpool"}
 
 def drawn(count):
     """Yield random graphs on random meshes of up to four ranks, numbered."""
-    found = {}
+    cases = {}
 
     @settings(max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
     @given(testing.graphs(), st.data())
@@ -33,7 +33,7 @@ def drawn(count):
         except CostGraphError:
             return  # `tests/laws/test_law_shard.py` covers those
         if cg.communication(sharded).rows:
-            found[f"drawn {len(found)}"] = Case(case.graph, sharded, spread.degrees, case.point, symbols)
+            cases[f"drawn {len(cases)}"] = Case(case.graph, sharded, spread.degrees, case.point, symbols)
 
     collect()
-    return found
+    return cases

@@ -36,13 +36,13 @@ class Log(TorchDispatchMode):
         self.axes, self.rows = axes, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
+        outputs = func(*args, **(kwargs or {}))
         space, name = func._schema.name.split("::")
         if space == "_c10d_functional" and name in KINDS:
             sent = name == "all_to_all_single" and 0 in args[2]  # all of it to one peer: a ring pass
-            size = max(t.nbytes for t in (args[0], made))
+            size = max(t.nbytes for t in (args[0], outputs))
             self.rows.append(("send" if sent else KINDS[name], self.axes[args[-1]], size))
-        return made
+        return outputs
 
 
 def part(array, dims, numbers, degrees, rank):
@@ -76,8 +76,8 @@ def whole(case):
     """The inputs, outputs and final state of the unsharded step."""
     module, inputs = lower(case.graph, **case.sizes), random_inputs(case.graph, **case.sizes)
     before = {n: t.clone() for n, t in module.state_dict().items()}
-    made = [(i, y.clone()) for i, y in flat(module(*(x.clone() for x in inputs)))]
-    return inputs, before, made, module.state_dict()
+    outputs = [(i, y.clone()) for i, y in flat(module(*(x.clone() for x in inputs)))]
+    return inputs, before, outputs, module.state_dict()
 
 
 def error(found, expected):
@@ -105,9 +105,9 @@ def run(case, mesh, expected):
     names = [t.name for t in case.graph.tensors if t.producer is None and t.role == "input"]
     given = [own(x, sharding.places[n].dims) for n, x in zip(names, inputs, strict=True)]
     with Log({mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names}) as log:
-        found = list(flat(module(*given)))
+        outputs = list(flat(module(*given)))
     errors = []
-    for (i, y), (_, y0) in zip(found, made, strict=True):
+    for (i, y), (_, y0) in zip(outputs, made, strict=True):
         dims = sharding.outputs[i].dims
         errors.append(error(y, own(y0, dims[len(dims) - y0.ndim :])))
     errors += [error(t, own(after[n], at[n])) for n, t in module.state_dict().items() if n in after]
@@ -157,8 +157,8 @@ def spawned(folder, cases, expected):
 def meet(folder, cases):
     """Run the unsharded step and all ranks of each case; return whether any failed."""
     expected = {name: whole(case) for name, case in cases.items()}
-    found = {name: derived(case) for name, case in cases.items()}
-    (folder / "derived.json").write_text(json.dumps(found), encoding="utf-8")
+    derived_calls = {name: derived(case) for name, case in cases.items()}
+    (folder / "derived.json").write_text(json.dumps(derived_calls), encoding="utf-8")
     return spawned(folder, cases, expected)
 
 

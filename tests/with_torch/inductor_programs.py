@@ -136,8 +136,8 @@ def _as_for_a_gpu():
 
     config.cpu_backend, config.fx_graph_cache, config.layout_optimization = "triton", False, False
     ir.is_cpu = lambda _: False
-    asked = 'inputs[0].get_device().type == "cpu"'
-    exec(inspect.getsource(lowering.cat).replace(asked, "False"), vars(lowering))
+    cpu_check = 'inputs[0].get_device().type == "cpu"'
+    exec(inspect.getsource(lowering.cat).replace(cpu_check, "False"), vars(lowering))
     # otherwise the registered overloads keep the CPU lowering
     lowering.lowerings[torch.ops.aten.cat.default] = lowering.cat
     for kind in (scheduler.ExternKernelSchedulerNode, scheduler.NopKernelSchedulerNode):
@@ -151,11 +151,11 @@ def kernels(name):
     class Scheduled(Exception):  # noqa: N818  # no error
         pass
 
-    found = []
+    byte_counts = []
 
     def codegen(self):
         loops = [n for n in self.nodes if isinstance(n, (scheduler.SchedulerNode, scheduler.FusedSchedulerNode))]
-        found.extend(node.get_read_write_buffers_sizes() for node in loops)
+        byte_counts.extend(node.get_read_write_buffers_sizes() for node in loops)
         raise Scheduled
 
     _as_for_a_gpu()
@@ -168,7 +168,7 @@ def kernels(name):
     except Exception as error:
         if "Scheduled" not in repr(error):
             raise
-    return found
+    return byte_counts
 
 
 if __name__ == "__main__":

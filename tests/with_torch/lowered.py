@@ -54,8 +54,8 @@ def both(graph, point, functions=None):
     values = sources(graph, module)
     names = [t.name for t in graph.tensors if t.producer is None and t.role == "input"]
     values |= {n: x.numpy().astype(float) for n, x in zip(names, inputs, strict=True)}
-    made = module(*(x.clone() for x in inputs))
-    return made if isinstance(made, tuple) else (made,), testing.run(graph, values, **point)
+    outputs = module(*(x.clone() for x in inputs))
+    return outputs if isinstance(outputs, tuple) else (outputs,), testing.run(graph, values, **point)
 
 
 def held(graph, run):
@@ -84,13 +84,13 @@ def measured_peak(module, inputs):
     """Return the peak bytes above the baseline, from the CPU profiler."""
     module(*inputs)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        made = module(*inputs)
+        outputs = module(*inputs)
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         live += event.nbytes()
         most = max(most, live)
-    del made
+    del outputs
     return most
 
 

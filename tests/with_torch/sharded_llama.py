@@ -99,13 +99,13 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its local ops are dispatched here again
-        made = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves((args, made)) if isinstance(t, torch.Tensor)]
+        outputs = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, outputs)) if isinstance(t, torch.Tensor)]
         self.hold(*tensors)
         space, name = func._schema.name.split("::")
         if space in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor") and name in KINDS:
             self.rows[self.phase, KINDS[name], ranks_of(func, args), max(t.nbytes for t in tensors)] += 1
-        return made
+        return outputs
 
     def hold(self, *tensors: torch.Tensor) -> None:
         """Count the storages of tensors until they are freed."""

@@ -60,9 +60,9 @@ def trained(
                 model.set_requires_gradient_sync(i == parts - 1)  # type: ignore[operator]
             with loss_in():
                 seen.phase = "forward"
-                made = model(tokens)
-                loss = functional.cross_entropy(made.flatten(0, 1), targets.flatten())
-                del made
+                logits = model(tokens)
+                loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+                del logits
                 seen.phase = "backward"
                 loss.backward()
         seen.phase = "optimizer"
@@ -85,18 +85,18 @@ def trained(
 def layouts(sequence: bool, loss: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the layouts of torch's tensor parallelism tutorial, with sequence parallelism and a loss of sharded
     logits."""
-    own = Shard(1) if sequence else Replicate()
+    activations = Shard(1) if sequence else Replicate()
     last = {"output_layouts": Shard(-1) if loss else Replicate(), "use_local_output": not loss}
-    model = {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=own),
-             "head": ColwiseParallel(input_layouts=own, **last)}  # fmt: skip
+    model = {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=activations),
+             "head": ColwiseParallel(input_layouts=activations, **last)}  # fmt: skip
     block = {
         f"{name}": ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
     }
-    block |= {name: RowwiseParallel(output_layouts=own) for name in ("attention.proj", "mlp.down")}
+    block |= {name: RowwiseParallel(output_layouts=activations) for name in ("attention.proj", "mlp.down")}
     if sequence:
         model["norm"] = SequenceParallel()
         block |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
-        both = {"input_layouts": (own,), "desired_input_layouts": (Replicate(),)}
+        both = {"input_layouts": (activations,), "desired_input_layouts": (Replicate(),)}
         block |= {"attention": PrepareModuleInput(**both), "mlp": PrepareModuleInput(**both)}
     return model, block
 
@@ -235,8 +235,8 @@ def heads(seen: Seen) -> Answer:
     with seen:
         seen.phase = "forward"
         parts = [DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in (q, k, v)]
-        own = [t.redistribute(mesh, [Shard(1)]).to_local() for t in parts]
-        made = torch.softmax(own[0] @ own[1].mT, -1) @ own[2]
+        local_parts = [t.redistribute(mesh, [Shard(1)]).to_local() for t in parts]
+        made = torch.softmax(local_parts[0] @ local_parts[1].mT, -1) @ local_parts[2]
         made = DTensor.from_local(made, mesh, [Shard(1)], run_check=False).redistribute(mesh, [Shard(2)])
         seen.phase = "backward"
         made.to_local().sum().backward()

@@ -112,9 +112,9 @@ def test_gpu_attention_kernels_count_like_the_cpu_kernel():
     q, k, v = spec(2, 3, 7, 5), spec(2, 3, 11, 5), spec(2, 3, 11, 5)
     arguments = {"query": q, "key": k, "value": v, "dropout_p": 0.0, "is_causal": True}
     names = [n for n in RULES if n.startswith("_scaled_dot_product") and not n.endswith("backward")]
-    found = {counts_of(Call(n, "", False, arguments, (q,))).matmul for n in names}
+    flops = {counts_of(Call(n, "", False, arguments, (q,))).matmul for n in names}
     assert len(names) == 5
-    assert found == {poly(2 * 3 * 4 * 5 * pairs(7, 11, True))}
+    assert flops == {poly(2 * 3 * 4 * 5 * pairs(7, 11, True))}
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
@@ -227,8 +227,8 @@ def test_untranslatable_op_error_states_cause_and_line():
 
 
 def test_data_dependent_ops_count_each_input_element():
-    found = calls_of(lambda: torch.nonzero(torch.ones(3)))
-    assert found.total("pointwise") == 6
+    calls = calls_of(lambda: torch.nonzero(torch.ones(3)))
+    assert calls.total("pointwise") == 6
 
 
 def test_pointwise_tagged_ops_count_one_flop_per_element():

@@ -208,9 +208,9 @@ def test_foreach_calls_become_one_op_per_tensor():
     class Lists(torch.nn.Module):
         def forward(self, a, b, c, d):
             torch._foreach_addcdiv_([a, c], [b, d], [b, d], [0.5, 1.0])
-            made = torch._foreach_add([a, c], [b, d], alpha=2)
+            sums = torch._foreach_add([a, c], [b, d], alpha=2)
             torch._foreach_zero_([b, d])
-            return *made, *torch._foreach_norm(made)
+            return *sums, *torch._foreach_norm(sums)
 
     graph = trace(Lists(), *(torch.rand(n) for n in (3, 3, 5, 5)))
     rows = [(op, [op] if op.body is None else op.body.ops) for op in graph.ops if op.call]

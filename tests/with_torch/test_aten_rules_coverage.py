@@ -21,8 +21,8 @@ def ids(most, *sizes):
 def held(program):
     """Run a program, forward and if possible backward, and check every rule."""
     with Calls() as calls:
-        made = program()
-        leaves = [t for t in torch.utils._pytree.tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad]
+        result = program()
+        leaves = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
         if leaves:
             torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
     for seen in calls.seen:

@@ -21,11 +21,11 @@ def declared(build, *phases):
     """Return the FLOPs by kind in some phases of a declared graph, or of the scope `kernel`."""
     with cg.Graph("g") as g:
         with cg.scope("kernel"):
-            made = build(g)
-        g.output(made if not made.shape else cg.reduce(made, f"{_names(made)} -> ", "sum"))
+            result = build(g)
+        g.output(result if not result.shape else cg.reduce(result, f"{_names(result)} -> ", "sum"))
     rows = cg.costs(cg.backward(g)).rows
-    found = [r for r in rows if r.direction == "compute" and r.phase in phases and r.scope.startswith("kernel")]
-    return tuple(int(sum(r.amount.constant for r in found if r.kind == kind)) for kind in KINDS)
+    selected = [r for r in rows if r.direction == "compute" and r.phase in phases and r.scope.startswith("kernel")]
+    return tuple(int(sum(r.amount.constant for r in selected if r.kind == kind)) for kind in KINDS)
 
 
 def _names(t):
@@ -112,8 +112,8 @@ def test_fused_rms_norm_costs_the_same_as_declared():
     def build(g):
         return cg.rms_norm(g.param("x", (R, N)))
 
-    made = Call("_fused_rms_norm", "", False, forward, (x, spec(R, 1)))
-    assert kinds(counts_of(made)) == declared(build, "forward")
+    call = Call("_fused_rms_norm", "", False, forward, (x, spec(R, 1)))
+    assert kinds(counts_of(call)) == declared(build, "forward")
     gradients = Call("_fused_rms_norm_backward", "", False, backward, (x, w))
     assert kinds(counts_of(gradients)) == declared(build, "backward")
     of_data = Call("_fused_rms_norm_backward", "", False, backward | {"output_mask": (False, True)}, (w,))
@@ -205,9 +205,12 @@ def test_activation_gradient_costs_match_the_table(name):
     x = rand(3, 5)
     y = op(x)
     calls = calls_of(lambda: y.backward(torch.ones(3, 5)))
-    (seen,) = (s.counts for s in calls.seen if "backward" in s.call.name)
+    (backward_counts,) = (s.counts for s in calls.seen if "backward" in s.call.name)
     function = FUNCTIONS[name]
-    assert (seen.pointwise, seen.transcendental) == (15 * function.flops, 15 * function.transcendentals)
+    assert (backward_counts.pointwise, backward_counts.transcendental) == (
+        15 * function.flops,
+        15 * function.transcendentals,
+    )
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------

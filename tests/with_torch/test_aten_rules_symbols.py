@@ -24,8 +24,8 @@ class Loss(nn.Module):
         self.body = body
 
     def forward(self, x):
-        made = self.body(x)
-        return (made[0] if isinstance(made, tuple) else made).square().mean()
+        outputs = self.body(x)
+        return (outputs[0] if isinstance(outputs, tuple) else outputs).square().mean()
 
 
 class Attention(nn.Module):
@@ -65,5 +65,5 @@ def test_bound_trace_costs_equal_those_of_runs(name):
         with Calls() as calls:
             module(torch.rand(shape)).backward()
         module.zero_grad()
-        found = {kind: getattr(total, kind) for kind in KINDS}
-        assert found == {kind: calls.total(kind) for kind in KINDS}, sizes
+        derived = {kind: getattr(total, kind) for kind in KINDS}
+        assert derived == {kind: calls.total(kind) for kind in KINDS}, sizes

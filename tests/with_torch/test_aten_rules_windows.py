@@ -86,14 +86,14 @@ def test_adaptive_pooling_with_symbolic_output_size_is_refused():
 )
 def test_interpolation_flops_are_counted_axis_by_axis(mode, taps, axes):
     x = rand(2, 3, *(4,) * axes)
-    made = 2 * 3 * 8**axes
+    elements = 2 * 3 * 8**axes
     calls = calls_of(lambda: functional.interpolate(x, scale_factor=2, mode=mode).sum().backward())
     forward, backward = (s for s in calls.seen if "upsample" in s.call.name)
     one = 0
     for axis in range(axes):  # interpolations along this axis per element
         one += taps ** (axes - 1 - axis) * (taps + taps - 1)  # products and their sums
-    assert number(forward.counts.pointwise) == made * one
-    assert number(backward.counts.pointwise) == made * 2 * taps**axes
+    assert number(forward.counts.pointwise) == elements * one
+    assert number(backward.counts.pointwise) == elements * 2 * taps**axes
 
 
 def test_nearest_interpolation_is_a_copy():

@@ -44,26 +44,26 @@ def outside(one_thread):
 
 
 def test_calibration_lists_its_measurements(calibration):
-    found = calibration.hardware
+    hardware = calibration.hardware
     kinds = {(kind, which) for kind, which, _ in calibration.rates}
     assert {("bandwidth", s) for s in ("read", "write", "copy", "triad", "update")} < kinds
     assert {("matmul", d) for d in ("fp64", "fp32", "bf16")} < kinds
     assert {("pointwise", "add"), ("transcendental", "exp"), ("launch", "op")} < kinds
-    assert found.attained().peak.keys() == found.peak.keys() >= {"fp64", "fp32", "bf16"}
-    assert found.bandwidth == found.attained().bandwidth
-    assert "1 thread, torch" in found.sources["CALIBRATED"]
-    assert found.sources["CALIBRATED"].endswith("command: a test")
+    assert hardware.attained().peak.keys() == hardware.peak.keys() >= {"fp64", "fp32", "bf16"}
+    assert hardware.bandwidth == hardware.attained().bandwidth
+    assert "1 thread, torch" in hardware.sources["CALIBRATED"]
+    assert hardware.sources["CALIBRATED"].endswith("command: a test")
     shown = str(calibration)
     assert all(text in shown for text in ("1 thread", "bandwidth  update", "matmul     bf16", "launch"))
 
 
 def test_calibrated_rates_are_plausible(calibration):
     """Errors by a factor of 1000 fail here."""
-    found = calibration.hardware
-    assert 10**9 < found.bandwidth.value < 10**12
-    assert 10**8 < found.rate("fp64").value <= found.rate("fp32").value < 10**14
-    assert found.rate("fp32", "vector").value >= calibration.best("pointwise").value
-    assert 10**-8 < float(found.tables["attained"]["launch"]) < 10**-3
+    hardware = calibration.hardware
+    assert 10**9 < hardware.bandwidth.value < 10**12
+    assert 10**8 < hardware.rate("fp64").value <= hardware.rate("fp32").value < 10**14
+    assert hardware.rate("fp32", "vector").value >= calibration.best("pointwise").value
+    assert 10**-8 < float(hardware.tables["attained"]["launch"]) < 10**-3
 
 
 def test_calibration_restores_torch_settings(calibration):
@@ -139,14 +139,14 @@ def test_calibration_may_refer_to_a_similar_device(calibration, monkeypatch, tmp
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_calibration_keeps_datasheet_peaks(tmp_path):
-    found = calibrate("cuda", quick=True).save(tmp_path / "gpu.toml")
+    hardware = calibrate("cuda", quick=True).save(tmp_path / "gpu.toml")
     sheet = BUILT_IN.get(torch.cuda.get_device_name())
-    attained = found.attained()
+    attained = hardware.attained()
     if sheet is not None:
-        assert found.peak == cg.load_hardware(sheet).peak
+        assert hardware.peak == cg.load_hardware(sheet).peak
         for dtype in ("bf16", "fp16", "tf32", "fp32"):
-            assert attained.rate(dtype).value <= found.rate(dtype).value, dtype
-        assert attained.bandwidth.value <= found.bandwidth.value
+            assert attained.rate(dtype).value <= hardware.rate(dtype).value, dtype
+        assert attained.bandwidth.value <= hardware.bandwidth.value
     assert attained.rate("bf16").value > attained.rate("fp32").value
 
 

@@ -60,20 +60,20 @@ def calibration(like=None, place=PLACE, rates=RATES, cache=32 * MIB):
 
 
 def test_attained_rates_are_the_peaks_without_a_datasheet(tmp_path):
-    found = calibration().save(tmp_path / "mine.toml")
-    assert found.id == "mine"
-    assert found.name == PLACE["name"] + ", 2 threads"
-    assert found.bandwidth.value == 30 * 10**9  # the fastest beyond twice the cache
-    assert found.rate("fp32").value == 100_130_000_000  # rounded up to five digits
-    assert found.rate("bf16").value == 201 * 10**9
-    assert found.rate("bf16", "vector").value == 100_130_000_000  # the units of fp32 matmuls
-    assert found.memory.value == found.capacity(measured=True).value == PLACE["memory_bytes"]
-    assert found.tables["cache"]["last_level"].value == 32 * MIB
-    assert found.tables["attained"]["launch"].value == Fraction(25, 10**7)
-    assert found.attained().peak.keys() == found.peak.keys() == {"fp32", "bf16"}
-    assert found.attained().rate("fp32") == found.rate("fp32")
+    hardware = calibration().save(tmp_path / "mine.toml")
+    assert hardware.id == "mine"
+    assert hardware.name == PLACE["name"] + ", 2 threads"
+    assert hardware.bandwidth.value == 30 * 10**9  # the fastest beyond twice the cache
+    assert hardware.rate("fp32").value == 100_130_000_000  # rounded up to five digits
+    assert hardware.rate("bf16").value == 201 * 10**9
+    assert hardware.rate("bf16", "vector").value == 100_130_000_000  # the units of fp32 matmuls
+    assert hardware.memory.value == hardware.capacity(measured=True).value == PLACE["memory_bytes"]
+    assert hardware.tables["cache"]["last_level"].value == 32 * MIB
+    assert hardware.tables["attained"]["launch"].value == Fraction(25, 10**7)
+    assert hardware.attained().peak.keys() == hardware.peak.keys() == {"fp32", "bf16"}
+    assert hardware.attained().rate("fp32") == hardware.rate("fp32")
     for said in ("torch 2.13.0", "Python 3.11.7", "2 threads", "2026-01-02", PLACE["command"]):
-        assert said in found.sources["CALIBRATED"]
+        assert said in hardware.sources["CALIBRATED"]
 
 
 def test_all_measured_rates_are_recorded():
@@ -95,17 +95,22 @@ def test_all_measured_rates_are_recorded():
 @pytest.mark.parametrize("name", cg.list_hardware())
 def test_calibration_keeps_datasheet_values(name, tmp_path):
     sheet = cg.load_hardware(name)
-    found = calibration(like=name).save(tmp_path / "mine.toml")
-    assert (found.name, found.vendor, found.arch, found.types) == (sheet.name, sheet.vendor, sheet.arch, sheet.types)
-    assert found.disagreements == sheet.disagreements
-    assert (found.peak, found.vector) == (sheet.peak, sheet.vector)
-    assert (found.bandwidth, found.memory) == (sheet.bandwidth, sheet.memory)
+    hardware = calibration(like=name).save(tmp_path / "mine.toml")
+    assert (hardware.name, hardware.vendor, hardware.arch, hardware.types) == (
+        sheet.name,
+        sheet.vendor,
+        sheet.arch,
+        sheet.types,
+    )
+    assert hardware.disagreements == sheet.disagreements
+    assert (hardware.peak, hardware.vector) == (sheet.peak, sheet.vector)
+    assert (hardware.bandwidth, hardware.memory) == (sheet.bandwidth, sheet.memory)
     before = {k: v for k, v in sheet.rows if k != "memory.measured"}
-    assert before.items() <= dict(found.rows).items()
-    assert sheet.sources.items() <= found.sources.items()
-    assert found.capacity(measured=True).value == PLACE["memory_bytes"]
-    assert found.attained().rate("bf16").value == 201 * 10**9
-    assert found.attained().bandwidth.value == 30 * 10**9
+    assert before.items() <= dict(hardware.rows).items()
+    assert sheet.sources.items() <= hardware.sources.items()
+    assert hardware.capacity(measured=True).value == PLACE["memory_bytes"]
+    assert hardware.attained().rate("bf16").value == 201 * 10**9
+    assert hardware.attained().bandwidth.value == 30 * 10**9
 
 
 def test_device_names_map_to_existing_specifications():
@@ -126,16 +131,16 @@ def test_device_names_map_to_existing_specifications():
 )
 def test_written_rates_are_rounded_up(value, unit, base):
     text = "[sources]\nR = 'r'\n[measured]\nx = " + entry(value, unit, "R", 'a "note"')
-    made = tomllib.loads(text, parse_float=Fraction)["measured"]["x"]
+    parsed = tomllib.loads(text, parse_float=Fraction)["measured"]["x"]
     if base is not None:
-        assert (made["value"], made["unit"]) == base
-    read = cg.hardware.units.quantity(Fraction(made["value"]), made["unit"])
+        assert (parsed["value"], parsed["unit"]) == base
+    read = cg.hardware.units.quantity(Fraction(parsed["value"]), parsed["unit"])
     assert read.unit == unit
     exact = Fraction(value)
     assert read.value <= exact if unit == "s" else read.value >= exact
     assert abs(read.value - exact) <= exact * Fraction(1, 10**4)
     assert unit != "B" or read.value == value  # bytes are exact
-    assert made["note"] == 'a "note"'
+    assert parsed["note"] == 'a "note"'
 
 
 def test_special_keys_are_quoted():
@@ -217,12 +222,12 @@ def cpus(folder, *caches):
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="reads what Linux says")
 def test_last_level_cache_slices_add_up(tmp_path):
     # two cores share one L3 slice of 16 MiB, two others the second; each has its own L2
-    found = cpus(
+    sysfs = cpus(
         tmp_path,
         *((cpu, 2, 2, "512K", str(cpu)) for cpu in range(4)),
         *((cpu, 3, 3, "16M", f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}") for cpu in range(4)),
     )
-    assert last_level_cache(CPU, found) == 32 * MIB
+    assert last_level_cache(CPU, sysfs) == 32 * MIB
     assert last_level_cache(CPU, tmp_path / "nowhere") is None
 
 

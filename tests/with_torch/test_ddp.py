@@ -103,9 +103,9 @@ def test_bucket_assignment_equals_torchs():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_recorded_ddp_results_match_installed_torch(tmp_path):
     program = Path(__file__).parent / "ddp_worlds.py"
-    made = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", str(program), str(tmp_path / "found.json")], capture_output=True, text=True
     )
-    assert made.returncode == 0, made.stderr
-    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    assert {name: (row["peak"], dict(row["buckets"])) for name, row in found.items()} == RECORDED
+    assert process.returncode == 0, process.stderr
+    results = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert {name: (row["peak"], dict(row["buckets"])) for name, row in results.items()} == RECORDED

@@ -178,11 +178,11 @@ def test_window_cache_matches_a_ring_buffer():
     }  # fmt: skip
     config = MistralConfig(**fields)
     rings = {"ring": StaticCache(config, max_cache_len=S), "cut": DynamicCache(config=config)}
-    kept = {}
+    cached = {}
     for name, held in rings.items():
         for _ in range(S):
             keys, _ = held.update(torch.zeros(B, G, 1, K), torch.zeros(B, G, 1, K), 0)
         assert keys.shape[2] == W  # read by attention in a decode step
-        kept[name] = 2 * held.layers[0].keys.numel() * 4
+        cached[name] = 2 * held.layers[0].keys.numel() * 4
     step = cg.decode(cg.models.from_config({**config.to_dict(), "architectures": ["MistralForCausalLM"]}, dtype="fp32"))
-    assert cg.cache_bytes(step, B=B, S=S) == kept["ring"] == kept["cut"] + 2 * B * G * K * 4
+    assert cg.cache_bytes(step, B=B, S=S) == cached["ring"] == cached["cut"] + 2 * B * G * K * 4

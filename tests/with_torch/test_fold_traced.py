@@ -29,9 +29,9 @@ def answers(g, **sizes):
     rows = Counter()
     for row in cg.costs(g, **sizes).rows:
         rows[row.kind, row.phase, row.dtype, row.direction] += row.amount
-    asked = {ask.__name__: Fraction(ask(g, **sizes)) for ask in ASKED}
-    asked["in blocks"] = Fraction(cg.peak_memory(g, allocator="cuda", **sizes))
-    return asked | dict(rows)
+    costs = {ask.__name__: Fraction(ask(g, **sizes)) for ask in ASKED}
+    costs["in blocks"] = Fraction(cg.peak_memory(g, allocator="cuda", **sizes))
+    return costs | dict(rows)
 
 
 def held_to(make, scope, traced, others, points):
@@ -122,9 +122,9 @@ def test_folded_perceptron_equals_other_depths():
 def test_folded_perceptron_step_equals_other_depths(name):
     folded = held_to(lambda n: perceptron(n, train=True, optimizer=OPTIMIZERS[name]), "layers", 5, (3,), POINTS["B"])
     # the input needs no gradient, so the first block's backward pass differs from the others
-    found = loops(folded)
-    updates = [loop for loop in found if loop.startswith("layers.optimizer")]
-    assert found == dict.fromkeys(("layers", "layers.backward", *updates), "L - 2")
+    folded_loops = loops(folded)
+    updates = [loop for loop in folded_loops if loop.startswith("layers.optimizer")]
+    assert folded_loops == dict.fromkeys(("layers", "layers.backward", *updates), "L - 2")
     assert len(updates) == PASSES[name]
 
 
@@ -160,9 +160,9 @@ def test_blocks_of_a_top_level_sequential_are_folded(train):
     assert {t.name for t in folded.tensors if t.role == "param"} >= {"0/qkv/weight"}
     states = [t for t in folded.tensors if t.role == "state" and t.producer is None]
     assert all(t.name.startswith("optimizer/") and "//" not in t.name for t in states)
-    found = [loop for loop in loops(folded) if not loop.startswith("blocks.optimizer")]
-    assert found == (["blocks", "blocks.backward"] if train else ["blocks"])
-    assert len(loops(folded)) - len(found) == (PASSES["foreach"] if train else 0)
+    block_loops = [loop for loop in loops(folded) if not loop.startswith("blocks.optimizer")]
+    assert block_loops == (["blocks", "blocks.backward"] if train else ["blocks"])
+    assert len(loops(folded)) - len(block_loops) == (PASSES["foreach"] if train else 0)
 
 
 class Alternating(nn.Module):

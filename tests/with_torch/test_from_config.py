@@ -31,15 +31,21 @@ CLASSES = {
 
 
 def config(name, **fields):
-    own = getattr(transformers, name).config_class
-    return {"architectures": [name], "model_type": own.model_type, "dtype": "float32", **CLASSES[name], **fields}
+    config_class = getattr(transformers, name).config_class
+    return {
+        "architectures": [name],
+        "model_type": config_class.model_type,
+        "dtype": "float32",
+        **CLASSES[name],
+        **fields,
+    }
 
 
 def built(name, **fields):
     """Build the transformers class with data, with eager attention: torch's counter has no formula for the CPU's
     fused kernel."""
-    made = getattr(transformers, name)
-    return made(made.config_class.from_dict(config(name, **fields, attn_implementation="eager"))).eval()
+    model_class = getattr(transformers, name)
+    return model_class(model_class.config_class.from_dict(config(name, **fields, attn_implementation="eager"))).eval()
 
 
 SHORT = ("Cohere2ForCausalLM", "Dinov2Model")  # StableLM is in the next test
@@ -65,13 +71,13 @@ def test_config_graph_equals_the_transformers_class(name):
 
 
 def test_encoder_decoder_has_two_depths():
-    own = {"d_model": 48, "encoder_layers": 4, "decoder_layers": 5, "encoder_ffn_dim": 80, "decoder_ffn_dim": 112,
+    settings = {"d_model": 48, "encoder_layers": 4, "decoder_layers": 5, "encoder_ffn_dim": 80, "decoder_ffn_dim": 112,
            "encoder_attention_heads": 4, "decoder_attention_heads": 2, "vocab_size": 101,
            "max_position_embeddings": 131, "pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1,
            "decoder_start_token_id": 1, "attn_implementation": "eager"}  # fmt: skip
-    fields = {"architectures": ["BartForConditionalGeneration"], "model_type": "bart", "dtype": "float32", **own}
+    fields = {"architectures": ["BartForConditionalGeneration"], "model_type": "bart", "dtype": "float32", **settings}
     graph = from_config(fields, device="cpu")
-    module = transformers.BartForConditionalGeneration(transformers.BartConfig(**own)).eval()
+    module = transformers.BartForConditionalGeneration(transformers.BartConfig(**settings)).eval()
     assert (sorted(graph.defaults.values()), graph.loss) == ([4, 5], "cross_entropy")
     assert cg.param_count(graph) == sum(p.numel() for p in module.parameters())
     tokens, decoded = torch.zeros(2, 23, dtype=torch.int64), torch.zeros(2, 19, dtype=torch.int64)

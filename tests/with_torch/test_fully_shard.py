@@ -158,9 +158,9 @@ def test_micro_batch_peak_equals_fully_shard_to_the_byte(count, each, peak):
 
 @pytest.mark.long
 def test_unresharded_peaks_are_within_a_thousandth():
-    kept = sharded(cg.mesh(dp=4), reshard_after_forward=False)
-    assert sent(kept) == [689_856, 0, 689_856]
-    assert cg.peak_memory(kept) == pytest.approx(3_239_268, rel=1e-3)
+    unresharded = sharded(cg.mesh(dp=4), reshard_after_forward=False)
+    assert sent(unresharded) == [689_856, 0, 689_856]
+    assert cg.peak_memory(unresharded) == pytest.approx(3_239_268, rel=1e-3)
     # reshard_after_forward=2: groups of two ranks keep the parameters between the passes
     partly = sharded(cg.mesh(dp=2, of=2), reshard_after_forward="of", reshard_root=True)
     assert sent(partly) == [689_856, 459_904, 689_856]
@@ -185,5 +185,5 @@ def test_mixed_precision_peaks_equal_fully_shard_to_the_byte(ranks, policy, peak
 
 @pytest.mark.long
 def test_unresharded_bf16_peak_is_within_a_thousandth():
-    kept = sharded(cg.mesh(dp=4), param_dtype="bf16", reduce_dtype="fp32", reshard_after_forward=False)
-    assert cg.peak_memory(kept) == pytest.approx(2_115_808, rel=1e-3)
+    rank = sharded(cg.mesh(dp=4), param_dtype="bf16", reduce_dtype="fp32", reshard_after_forward=False)
+    assert cg.peak_memory(rank) == pytest.approx(2_115_808, rel=1e-3)

@@ -148,9 +148,9 @@ def test_fp8_tensors_are_computed_in_fp32(dtype):
     with cg.Graph("g") as g:
         x = g.input("x", (2, 2), dtype)
         g.output(cg.ops.pointwise("add", x, x), x @ x, cg.reduce(x, "a b -> a", "sum"))
-    made = lower(g)(torch.ones(2, 2).to(random_inputs(g)[0].dtype))
-    assert [y.float().unique().tolist() for y in made] == [[2.0], [2.0], [2.0]]
-    assert {y.element_size() for y in made} == {1}
+    results = lower(g)(torch.ones(2, 2).to(random_inputs(g)[0].dtype))
+    assert [y.float().unique().tolist() for y in results] == [[2.0], [2.0], [2.0]]
+    assert {y.element_size() for y in results} == {1}
 
 
 # -- user-defined functions --------------------------------------------------------------------------------------------
@@ -203,9 +203,9 @@ def test_lowered_step_gradients_equal_autograd(name, attention, checkpoint):
     forward, update, inputs = lower(loss, **dims), lower(step, **dims), random_inputs(loss, **dims)
     before = {k: v.clone() for k, v in forward.state_dict().items()}
     update.load_state_dict(before)
-    made = forward.requires_grad_()(*inputs)
-    made.backward()
-    torch.testing.assert_close(update(*inputs), made.detach(), rtol=1e-12, atol=0)
+    output = forward.requires_grad_()(*inputs)
+    output.backward()
+    torch.testing.assert_close(update(*inputs), output.detach(), rtol=1e-12, atol=0)
     for k, p in forward.named_parameters():
         torch.testing.assert_close(before[k] - update.get_parameter(k), p.grad, rtol=1e-6, atol=1e-13)
 
@@ -292,10 +292,10 @@ def test_micro_batch_gradients_equal_the_whole_batch():
 def test_dropout_drops_the_expected_share():
     with cg.Graph("g") as g:
         g.output(cg.dropout(g.input("x", (100, 1000)), 0.25))
-    made = lower(g)(torch.ones(100, 1000))
-    assert made.unique().tolist() == [0.0, pytest.approx(4 / 3)]
+    result = lower(g)(torch.ones(100, 1000))
+    assert result.unique().tolist() == [0.0, pytest.approx(4 / 3)]
     # 100,000 draws: six standard deviations are 0.0082
-    assert (made == 0).float().mean().item() == pytest.approx(0.25, abs=0.0082)
+    assert (result == 0).float().mean().item() == pytest.approx(0.25, abs=0.0082)
 
 
 # -- calls of a trace, and devices -------------------------------------------------------------------------------
@@ -313,8 +313,8 @@ def test_lowered_trace_equals_the_module():
 def test_full_size_model_runs_on_the_meta_device():
     graph = load("llama-3.2-1b")
     module = lower(graph, "meta", B=1, S=8192)
-    made = module(*random_inputs(graph, "meta", B=1, S=8192))
-    assert (made.device.type, made.dtype, tuple(made.shape)) == ("meta", torch.bfloat16, (1, 8192, 128256))
+    logits = module(*random_inputs(graph, "meta", B=1, S=8192))
+    assert (logits.device.type, logits.dtype, tuple(logits.shape)) == ("meta", torch.bfloat16, (1, 8192, 128256))
     assert sum(p.numel() for p in module.parameters()) == cg.param_count(graph)
 
 
@@ -345,9 +345,9 @@ def test_collectives_without_mesh_assume_equal_ranks():
         x = g.input("x", (4, 2))
         names = ("all_reduce", "all_gather", "reduce_scatter", "send")
         g.output(*(cg.ops.collective(x, n, 2) for n in names), cg.ops.opaque.transfer(x))
-    made = [y.numpy() for y in lower(g)(torch.ones(4, 2))]
-    assert [(y.shape, y.flat[0]) for y in made] == [((4, 2), 2), ((8, 2), 1), ((2, 2), 2), ((4, 2), 1), ((4, 2), 1)]
-    assert all(np.ptp(y) == 0 for y in made)
+    results = [y.numpy() for y in lower(g)(torch.ones(4, 2))]
+    assert [(y.shape, y.flat[0]) for y in results] == [((4, 2), 2), ((8, 2), 1), ((2, 2), 2), ((4, 2), 1), ((4, 2), 1)]
+    assert all(np.ptp(y) == 0 for y in results)
 
 
 def test_scopes_may_be_python_keywords():

@@ -48,8 +48,8 @@ def test_attention_bias_and_gradient_equal_torchs(shape, kernel):
     scores = q @ k.repeat_interleave(2, 1).mT + bias
     if causal:  # aligned at the last positions: query s sees keys up to s + T - S
         scores = scores.masked_fill(torch.ones(5, 7).tril(2) == 0, -torch.inf)
-    made = scores.softmax(-1) @ v.repeat_interleave(2, 1)
-    expected = (made**2).sum()
+    expected_output = scores.softmax(-1) @ v.repeat_interleave(2, 1)
+    expected = (expected_output**2).sum()
     expected.backward()
     assert torch.allclose(loss, expected)
     for name, found, x in zip([t.name for t in back.gradients], gradients, given, strict=True):

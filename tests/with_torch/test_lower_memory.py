@@ -123,8 +123,8 @@ def exceptions(graph):
 
     def lone(op):
         names = [set(op.kind.pattern.operand_names(i)) for i in range(len(op.operands))]
-        kept = set(op.kind.pattern.result_names)
-        alone = [n - kept - set().union(*(m for m in names if m is not n)) for n in names]
+        result_axes = set(op.kind.pattern.result_names)
+        alone = [n - result_axes - set().union(*(m for m in names if m is not n)) for n in names]
         repeated = any(t.touched != t.numel for t in op.operands)  # no matmul reads it without a copy
         return any(alone) or len(names) != 2 or repeated
 

@@ -18,8 +18,8 @@ def test_composed_attention_equals_torchs():
         scores = cg.einsum(q, k, "b h s k, b h t k -> b h s t") * K**-0.5
         g.output(cg.einsum(cg.softmax(scores), v, "b h s t, b h t k -> b h s k"))
     tensors = [torch.randn(2, 3, 5, 7, dtype=torch.float32) for _ in "qkv"]
-    made = lower(g, B=2, H=3, S=5, K=7)(*tensors)
-    torch.testing.assert_close(made, torch.nn.functional.scaled_dot_product_attention(*tensors))
+    result = lower(g, B=2, H=3, S=5, K=7)(*tensors)
+    torch.testing.assert_close(result, torch.nn.functional.scaled_dot_product_attention(*tensors))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "int64"])
@@ -34,6 +34,6 @@ def test_size_formulas_lower_to_python_scalars(number, plain, dtype):
         x = g.input("x", (S, D), dtype)
         g.output(x * number, number - x, x / number)
     x = torch.arange(48, dtype=getattr(torch, {"fp32": "float32"}.get(dtype, dtype))).reshape(4, 12)
-    made = lower(g, **sizes)(torch.empty(4, 12, 5), x)
-    for found, expected in zip(made, (x * plain, plain - x, x / plain), strict=True):
+    results = lower(g, **sizes)(torch.empty(4, 12, 5), x)
+    for found, expected in zip(results, (x * plain, plain - x, x / plain), strict=True):
         torch.testing.assert_close(found, expected)

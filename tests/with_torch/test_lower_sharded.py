@@ -29,10 +29,10 @@ def ran(folder, *arguments):
     """Return the results of the real ranks and of the per-rank graphs."""
     paths = [str(Path(cg.__file__).parent.parent), str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    made = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(PROGRAM), str(folder), *arguments], env=environment, capture_output=True, text=True
     )
-    assert made.returncode == 0, made.stderr
+    assert process.returncode == 0, process.stderr
     read = [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("derived", *range(4))]
     return read[0], read[1:]
 
@@ -49,13 +49,13 @@ def large_world(tmp_path_factory):
 
 def agree(derived, ranks, name, columns=3):
     """Assert that every rank has its shard of the unsharded values, with as many collectives of about as many bytes."""
-    found = [rank[name] for rank in ranks if name in rank]
-    assert len(found) >= 2
-    assert all(rank["error"] < 1e-9 for rank in found), found
+    reports = [rank[name] for rank in ranks if name in rank]
+    assert len(reports) >= 2
+    assert all(rank["error"] < 1e-9 for rank in reports), reports
     expected = Counter()
     for *row, times in derived[name]:
         expected[tuple(row[:columns])] += times
-    for rank in found:
+    for rank in reports:
         assert Counter(tuple(row[:columns]) for row in rank["collectives"]) == expected
 
 

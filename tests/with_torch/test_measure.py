@@ -100,14 +100,14 @@ def test_frees_of_earlier_runs_lower_the_peak():
 
 
 def test_remaining_bytes_are_counted_without_a_return_value():
-    kept = []
-    assert peak_of(lambda: kept.append(torch.ones(13))) == (52, 52)
+    tensors = []
+    assert peak_of(lambda: tensors.append(torch.ones(13))) == (52, 52)
 
 
 def test_addresses_of_earlier_sessions_are_ignored():
-    kept = [torch.ones(5000)]
-    peak_of(lambda: kept.append(torch.ones(5000)))  # the profiler remembers the addresses of these
-    kept.clear()
+    tensors = [torch.ones(5000)]
+    peak_of(lambda: tensors.append(torch.ones(5000)))  # the profiler remembers the addresses of these
+    tensors.clear()
     old = [torch.ones(3001) for _ in range(9)]  # they may get the same addresses, unseen by the profiler
 
     def frees():
@@ -151,9 +151,9 @@ def test_linear_training_step_by_hand(momentum):
 
     # y 4BF, held until the end; dw 4DF, which becomes the gradient; x needs none. The update is in place, and the
     # momentum exists since the first step; scaling it by a number takes the number's 12 B.
-    found = measure(training_step, budget=0)
-    assert (found.peak, found.left) == (4 * (B * F + D * F) + (12 if momentum else 0), 0)
-    assert found.flops == 2 * 2 * B * D * F  # forward and dw
+    measurement = measure(training_step, budget=0)
+    assert (measurement.peak, measurement.left) == (4 * (B * F + D * F) + (12 if momentum else 0), 0)
+    assert measurement.flops == 2 * 2 * B * D * F  # forward and dw
 
 
 def test_gradient_of_the_previous_step_is_in_the_baseline():
@@ -179,15 +179,15 @@ def test_gradient_of_the_previous_step_is_in_the_baseline():
 def test_training_steps_match_torchs_trackers(name, sizes, implementation):
     B, S = 3, 41
     parts = setting(name, sizes, B, S, "fp32", implementation)
-    found = measure(step, *parts, budget=0, least=1, flops=False)
+    measurement = measure(step, *parts, budget=0, least=1, flops=False)
     module, optimizer, *batch = parts
     state = [t for s in optimizer.state.values() for t in s.values()]
     held = {t.untyped_storage() for t in [*module.parameters(), *module.buffers(), *state, *batch]}
     baseline = sum({s.data_ptr(): s.nbytes() for s in held}.values())
-    assert found.left == 0
+    assert measurement.left == 0
     # temporary scalars, such as the seed of the backward pass, are ordered differently in MemTracker
-    assert abs(found.peak + baseline - tracked_peak(name, sizes, B, S, implementation=implementation)) <= 64
-    assert found.peak == measured_peak(name, sizes, B, S, implementation)
+    assert abs(measurement.peak + baseline - tracked_peak(name, sizes, B, S, implementation=implementation)) <= 64
+    assert measurement.peak == measured_peak(name, sizes, B, S, implementation)
 
 
 # -- FLOPs ---------------------------------------------------------------------------------------------------------
@@ -205,19 +205,19 @@ def test_flops_by_index_points():
 
 
 def test_unrequested_quantities_are_none():
-    found = measure(torch.ones, 3, budget=0, flops=False, peak=False)
-    assert (found.flops, found.peak, found.left) == (None, None, None)
-    assert "matmul" not in str(found)
-    assert "peak" not in str(found)
+    measurement = measure(torch.ones, 3, budget=0, flops=False, peak=False)
+    assert (measurement.flops, measurement.peak, measurement.left) == (None, None, None)
+    assert "matmul" not in str(measurement)
+    assert "peak" not in str(measurement)
 
 
 # -- time ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_sleep_takes_its_time():
-    found = timed(lambda: time.sleep(0.01), CPU, least=3, budget=0)
-    assert found.runs == 3
-    assert 0.01 <= found.min <= found.lower <= found.median <= found.upper <= found.max < 5
+    times = timed(lambda: time.sleep(0.01), CPU, least=3, budget=0)
+    assert times.runs == 3
+    assert 0.01 <= times.min <= times.lower <= times.median <= times.upper <= times.max < 5
 
 
 def test_timing_stops_at_the_budget_or_run_limit():
@@ -255,17 +255,17 @@ def test_numbers_of_runs_that_are_none(options, text):
 
 
 def test_measurement_record_states_its_environment():
-    found = measure(torch.ones, 3, budget=0, command="by hand")
-    record = json.loads(json.dumps(found.record()))
+    measurement = measure(torch.ones, 3, budget=0, command="by hand")
+    record = json.loads(json.dumps(measurement.record()))
     assert record["seconds"]["runs"] == 5
-    assert record["seconds"]["noisy"] is found.time.noisy
+    assert record["seconds"]["noisy"] is measurement.time.noisy
     assert (record["flops"], record["peak_bytes"], record["left_bytes"]) == (0, 12, 12)
     where = record["environment"]
     assert (where["device"], where["torch"], where["command"]) == ("cpu", torch.__version__, "by hand")
     assert where["threads"] == torch.get_num_threads()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", where["date"])
-    assert where["name"] in str(found)
-    assert "12 B above the baseline, 12 B left" in str(found)
+    assert where["name"] in str(measurement)
+    assert "12 B above the baseline, 12 B left" in str(measurement)
 
 
 def test_recorded_command_is_the_process_command(monkeypatch):
@@ -289,8 +289,8 @@ def test_unmeasurable_devices_are_refused(device, text):
 
 def test_ops_on_other_devices_are_refused():
     x = torch.ones(3, device="meta")
-    found = error_of(UnsupportedError, measure, torch.relu, x)
-    assert found == "device 'meta': no way to measure it, expected cpu or cuda"
+    message = error_of(UnsupportedError, measure, torch.relu, x)
+    assert message == "device 'meta': no way to measure it, expected cpu or cuda"
     assert error_of(UnsupportedError, measure, torch.relu, x, device="cpu") == (
         "measure: ops ran on meta, expected cpu alone"
     )
@@ -349,11 +349,11 @@ def test_cuda_by_hand():
         del h
         return r @ b
 
-    found = measure(chain)
+    measurement = measure(chain)
     # h and r, then r and y: two of 4nn, one of which is returned; all are whole blocks of 512 B
-    assert (found.peak, found.left) == (8 * n * n, 4 * n * n)
-    assert found.flops == 4 * n**3
+    assert (measurement.peak, measurement.left) == (8 * n * n, 4 * n * n)
+    assert measurement.flops == 4 * n**3
     # 500 TFLOP/s is beyond any plain fp32 matmul: without synchronization the time would be shorter
-    assert found.time.min > 4 * n**3 / 500e12
-    assert found.environment["device"] == "cuda"
+    assert measurement.time.min > 4 * n**3 / 500e12
+    assert measurement.environment["device"] == "cuda"
     assert error_of(UnsupportedError, measure, chain, device="cpu") == "measure: ops ran on cuda:0, expected cpu alone"

@@ -27,9 +27,9 @@ HEADS = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}
 
 def traced(name, layers):
     """Return a tiny model of a transformers class in fp64, with torch's results."""
-    own = {} if name == "GPT2" else SIZES
+    sizes = {} if name == "GPT2" else SIZES
     count = {"n_layer" if name == "GPT2" else "num_hidden_layers": layers}
-    config = getattr(transformers, f"{name}Config")(**{**own, **MODELS[name]}, **count, use_cache=False)
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **MODELS[name]}, **count, use_cache=False)
     model = getattr(transformers, HEADS.get(name, f"{name}ForCausalLM"))(config).double().eval()
     return trace(model, torch.zeros(2, 4, dtype=torch.long), dims=[("B", "S")])
 

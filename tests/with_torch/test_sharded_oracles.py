@@ -33,10 +33,10 @@ def torch_calls(name):
 
 def calls(case):
     """Return the same for the derived collectives."""
-    found = Counter()
+    counts = Counter()
     for m in cg.communication(case.sharded, **case.sizes):
-        found[m.phase, m.collective, m.ranks, m.bytes] += m.times
-    return found
+        counts[m.phase, m.collective, m.ranks, m.bytes] += m.times
+    return counts
 
 
 def ring(found, *key):
@@ -261,6 +261,6 @@ def test_recorded_collectives_match_installed_torch(tmp_path):
     torch = pytest.importorskip("torch")
     if torch.__version__.partition("+")[0] != RECORD["torch"]:
         pytest.skip(f"recorded with torch {RECORD['torch']}")
-    made = tmp_path / "record.json"
-    subprocess.run([sys.executable, str(HERE / "sharded_oracles.py"), str(made), RECORD["date"]], check=True)
-    assert json.loads(made.read_text(encoding="utf-8")) == RECORD
+    record = tmp_path / "record.json"
+    subprocess.run([sys.executable, str(HERE / "sharded_oracles.py"), str(record), RECORD["date"]], check=True)
+    assert json.loads(record.read_text(encoding="utf-8")) == RECORD

@@ -20,8 +20,8 @@ def bins(input, rois, scale, height, width, *_):
 
 
 def parts_of_bins(input, rois, scale, height, width, *_):
-    made = input.new_empty(rois.shape[0], input.shape[1] // (height * width), height, width)
-    return made, made.new_empty(made.shape, dtype=torch.int32)
+    result = input.new_empty(rois.shape[0], input.shape[1] // (height * width), height, width)
+    return result, result.new_empty(result.shape, dtype=torch.int32)
 
 
 def of_map(grad, *args):

@@ -66,8 +66,8 @@ def test_cpu_operand_casts_are_in_the_backward_peak(name):
     net, x = Rows(lambda x: BACK[name](x).mean(), nn.Linear(6, 67)), torch.randn(71, 6)
     real = real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x)
     seen = trace(net, torch.zeros(5, 6), dims=[("B", None)], train=True)
-    made = cg.backward(trace(net, torch.zeros(5, 6), dims=[("B", None)]))
-    for graph in (seen, made):
+    derived = cg.backward(trace(net, torch.zeros(5, 6), dims=[("B", None)]))
+    for graph in (seen, derived):
         assert abs(cg.peak_memory(graph, B=71) - real) < 16
 
 

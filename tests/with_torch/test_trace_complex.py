@@ -82,9 +82,9 @@ def test_complex_gradients_equal_autograd_in_value_and_cost(name):
     net = Program(lambda x, *w: sum(f(x, *w).mean() for f in functions), *weights)
     x = torch.rand(sizes, generator=torch.Generator().manual_seed(3))
     g, step = trace(net, x), trace(net, x, train=True)
-    made = pulled(g, net, x)
-    assert cg.flops(made) == cg.flops(step)
-    assert cg.matmul_flops(made) == cg.matmul_flops(step)
+    derived = pulled(g, net, x)
+    assert cg.flops(derived) == cg.flops(step)
+    assert cg.matmul_flops(derived) == cg.matmul_flops(step)
     stated = {op.call.name for op in g.walk() if op.kind.name == "foreign"}
     assert stated <= {"arange"}
     if not stated:  # run the declared ops in place of the recorded calls
@@ -151,10 +151,10 @@ def test_fno_layer_with_complex_weights_is_trained():
     net, x = Modes(), torch.rand(5, 3, 8, 11)
     g, step = trace(net, x), trace(net, x, train=True)
     seen = trace(net, x, train=True, optimizer=lambda p: torch.optim.Adam(p, foreach=True))
-    made = pulled(g, net, x)
+    derived = pulled(g, net, x)
     # weight gradients only, x is data
-    assert cg.matmul_flops(made) == cg.matmul_flops(step) == 2 * 2 * 8 * (5 * 3 * 4 * 6)
-    assert cg.flops(made) == cg.flops(step)
+    assert cg.matmul_flops(derived) == cg.matmul_flops(step) == 2 * 2 * 8 * (5 * 3 * 4 * 6)
+    assert cg.flops(derived) == cg.flops(step)
     trained = cg.training_step(g, optimizer=cg.Adam())
     assert cg.state_bytes(trained).state == 2 * 8 * 2 * 72
     update = [cg.costs(s).filter(phase="optimizer").total() for s in (trained, seen)]
@@ -176,8 +176,8 @@ class Loss(nn.Module):
             module._non_persistent_buffers_set.clear()  # rotary angles are numbers of a run as well
 
     def forward(self, x):
-        made = self.model(input_ids=x, return_dict=True).logits
-        return nn.functional.cross_entropy(made.flatten(0, 1), x.flatten())
+        logits = self.model(input_ids=x, return_dict=True).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
 
 
 @pytest.mark.long
@@ -186,10 +186,10 @@ def test_complex_models_have_autograds_training_costs(name):
     """Compares the derived and the traced step; test_transformers_suite.py compares traced steps with real peaks."""
     net, x = Loss(name), torch.randint(3, 101, (2, 13))
     g, step = (trace(net, x, dims=[("B", "S")], train=train) for train in (False, True))
-    made = cg.backward(g)
-    assert cg.flops(made) == cg.flops(step)
-    assert cg.matmul_flops(made) == cg.matmul_flops(step)
-    assert abs(cg.peak_memory(made, B=3, S=17) - cg.peak_memory(step, B=3, S=17)) <= 8
+    derived = cg.backward(g)
+    assert cg.flops(derived) == cg.flops(step)
+    assert cg.matmul_flops(derived) == cg.matmul_flops(step)
+    assert abs(cg.peak_memory(derived, B=3, S=17) - cg.peak_memory(step, B=3, S=17)) <= 8
     state = cg.state_bytes(cg.training_step(g, optimizer=cg.AdamW()))
     assert state.state == 2 * state.gradients
     if name.startswith("Llama"):  # torch lacks some gradients, or an fp32 kernel, of the others

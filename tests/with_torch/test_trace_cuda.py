@@ -31,8 +31,8 @@ class Loss(nn.Module):
         self.inner, self.scale, self.first = inner, nn.Parameter(torch.ones(())), first
 
     def forward(self, x, *others):
-        made = self.inner(x * self.scale.to(x.dtype) if x.is_floating_point() else x, *others)
-        return (made[0] if isinstance(made, tuple) else made).float().sum()
+        output = self.inner(x * self.scale.to(x.dtype) if x.is_floating_point() else x, *others)
+        return (output[0] if isinstance(output, tuple) else output).float().sum()
 
 
 def heads(dtype, size, groups=4, value=None):
@@ -101,10 +101,10 @@ def test_attention_dispatches_like_torch(kernel, dtype, size, options):
     assert rules(graph) == {f"attention: {kernel}"}
     name = {"cuDNN": "_cudnn", "flash": "_flash", "efficient": "_efficient", "math": "_math"}[kernel]
     fused = [target for target in called(graph) if target.startswith("_scaled_dot_product")]
-    found = [
+    expected = [
         f"_scaled_dot_product{name}_attention{way}" for way in ("", "_backward")[: 1 + options.get("train", False)]
     ]
-    assert fused == ([] if kernel == "math" else found)
+    assert fused == ([] if kernel == "math" else expected)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_saved_attention_tensors_and_flops_equal_torchs(dtype, arch, size):
     q, k, v = (torch.zeros_like(t, device="meta", requires_grad=True) for t in heads(dtype, size))
     keeps = {"_scaled_dot_product_flash_attention": (0.0, False, False)}.get(op.call.name, (None, True, 0.0, False))
     with FlopCounterMode(display=False) as counter:
-        made = getattr(aten, op.call.name)(q, k, v, *keeps)
-        made[0].float().sum().backward()
-    saved = [t for t in made if isinstance(t, torch.Tensor) and t.numel()]
+        outputs = getattr(aten, op.call.name)(q, k, v, *keeps)
+        outputs[0].float().sum().backward()
+    saved = [t for t in outputs if isinstance(t, torch.Tensor) and t.numel()]
     whole = [tuple(sized(n) for n in t.sizes) for t in op.results]
     assert whole == [tuple(t.shape) for t in saved]
     # a seed takes eight bytes, as in torch's uint64
@@ -147,10 +147,10 @@ def test_padded_heads_keep_the_original_scale():
 
 
 def test_grouped_query_flash_gradient_needs_more_workspace():
-    made = {g: attended(bf16, 64, arch="sm_80", groups=g, train=True) for g in (2, 4)}
+    graphs = {g: attended(bf16, 64, arch="sm_80", groups=g, train=True) for g in (2, 4)}
     kinds = {
         g: next(op for op in graph.ops if op.call is not None and "flash_attention_backward" in op.call.target).kind
-        for g, graph in made.items()
+        for g, graph in graphs.items()
     }
     # gradients of keys and values per query head, before their sum: mha_bwd, dk_expanded and dv_expanded
     more = kinds[2].workspace - kinds[4].workspace
@@ -202,7 +202,7 @@ def test_norm_statistics_have_the_accumulation_dtype(norm, dtype):
     module = {"layer": nn.LayerNorm(5), "batch": nn.BatchNorm1d(6), "group": nn.GroupNorm(3, 6)}[norm].to(dtype)
     x, dims = torch.zeros(3, 6, 5, dtype=dtype), [("B", None, None)]
     p = torch.zeros(6, dtype=dtype, device="meta")
-    own = {
+    references = {
         "layer": lambda t: aten.native_layer_norm(t, [5], p[:5], p[:5], 1e-5),
         "batch": lambda t: aten.native_batch_norm(t, p, p, p, p, True, 0.1, 1e-5),
         "group": lambda t: aten.native_group_norm(t, p, p, 3, 6, 5, 3, 1e-5),
@@ -210,7 +210,7 @@ def test_norm_statistics_have_the_accumulation_dtype(norm, dtype):
     graphs = [trace(Loss(module), x, dims=dims, train=True, device=d) for d in ("cpu", "cuda")]
     (op,) = (op for op in graphs[1].ops if f"{norm}_norm" in op.name and op.phase == "forward")
     made = [int(t.dtype.bytes) for t in op.results if t.storage not in {x.storage for x in op.operands}]
-    assert made == [t.element_size() for t in own]
+    assert made == [t.element_size() for t in references]
     assert cg.flops(graphs[1]) == cg.flops(graphs[0])
     assert not [op for op in graphs[1].walk() if op.kind.name == "foreign"]
 
@@ -269,11 +269,11 @@ def test_recurrent_cells_are_two_matmuls_and_a_kernel(kind, name, gates):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_optimizers_default_to_foreach(kind):
     net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 11))
-    made = [
+    graphs = [
         step(net, torch.zeros(3, 5), dims=[("B", None)], optimizer=lambda ps, o=o: kind(ps, lr=0.1, **o))
         for o in ({}, {"foreach": True}, {"foreach": False})
     ]
-    lists = [[t for t in called(g) if t.startswith("_foreach")] for g in made]
+    lists = [[t for t in called(g) if t.startswith("_foreach")] for g in graphs]
     assert lists[0] == lists[1] != []
     assert lists[2] == []
 
@@ -345,9 +345,9 @@ def test_dispatch_reasons_are_reported_and_saved(tmp_path):
 def test_lowering_to_cpu_refuses_cuda_only_kernels():
     graph = attended(fp32, 64, is_causal=True)
     inputs = random_inputs(graph, B=2, S=5)
-    found = lower(graph, B=2, S=5)(*inputs)
+    outputs = lower(graph, B=2, S=5)(*inputs)
     expected = F.scaled_dot_product_attention(*inputs, is_causal=True)
-    torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, expected)
+    torch.testing.assert_close(outputs[0] if isinstance(outputs, tuple) else outputs, expected)
     layer = trace(nn.LSTM(5, 7), torch.zeros(11, 3, 5), dims=[("T", "B", None)], device="cuda")
     with pytest.raises(cg.UnsupportedError, match=r"_cudnn_rnn\.default for CUDA alone"):
         lower(layer, T=3, B=2)
@@ -410,7 +410,7 @@ def test_gpu_kernels_have_workspaces():
             return self.norm(torch.softmax(self.layer(x), -1).transpose(1, 2)).square().mean()
 
     g = trace(Scores(), torch.zeros(2, 5, 8), dims=[("B", "S", None)], train=True, device="cuda", arch="sm_80")
-    found = cg.timeline(g, device="cuda", arch="sm_80", B=7, S=11).workspaces
+    workspaces = cg.timeline(g, device="cuda", arch="sm_80", B=7, S=11).workspaces
     # in the forward pass, and in the gradient of the weights
     libraries = {"cuBLAS": (2 * 4096 + 8 * 16) * 1024, "cuBLAS (autograd)": (2 * 4096 + 8 * 16) * 1024}
     # a copy of the transposed grad, and grad * output; sums per channel and factors per group
@@ -418,7 +418,7 @@ def test_gpu_kernels_have_workspaces():
         "_softmax_backward_data": 2 * 7 * 11 * 12 * 4,
         "norm/native_group_norm_backward": (3 * 7 * 12 + 2 * 7 * 3) * 4,
     }
-    assert found == {**libraries, **kernels}
+    assert workspaces == {**libraries, **kernels}
 
 
 def test_explicit_autograd_grad_is_a_backward_phase():
@@ -433,9 +433,9 @@ def test_explicit_autograd_grad_is_a_backward_phase():
                 return torch.autograd.grad(y, x)[0]
 
     g = trace(Penalty(), torch.zeros(7, 3), dims=[("B", None)])
-    found = cg.costs(g, B=7)
+    costs = cg.costs(g, B=7)
     # each of the two matmuls has 7 x 3 x 5 points
-    assert [found.filter(phase=p).total().matmul for p in ("forward", "backward")] == [2 * 7 * 3 * 5] * 2
+    assert [costs.filter(phase=p).total().matmul for p in ("forward", "backward")] == [2 * 7 * 3 * 5] * 2
 
 
 def test_histc_accepts_integers_on_a_gpu():

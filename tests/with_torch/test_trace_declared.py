@@ -78,25 +78,25 @@ def test_most_calls_are_translated_to_declared_ops(name):
 
 @pytest.mark.parametrize("name", SOME)
 def test_derived_backward_of_a_trace_equals_the_traced_step(name):
-    made, seen, bound = cg.backward(traced(name)), traced(name, train=True), sizes(name)
+    derived, seen, bound = cg.backward(traced(name)), traced(name, train=True), sizes(name)
     for count in ("executed", "full"):
-        assert cg.matmul_flops(made, count=count) == cg.matmul_flops(seen, count=count)
-    assert cg.flops(made, **bound) == cg.flops(seen, **bound)
-    assert len(made.gradients) == len(seen.gradients)
+        assert cg.matmul_flops(derived, count=count) == cg.matmul_flops(seen, count=count)
+    assert cg.flops(derived, **bound) == cg.flops(seen, **bound)
+    assert len(derived.gradients) == len(seen.gradients)
     # torch's variables keep tensors that its backward pass no longer needs, and it copies operands that the library
     # reads as strided, and vice versa
     for question in (cg.peak_memory, cg.bytes_moved):
-        assert abs(question(made, **bound) - question(seen, **bound)) <= 0.03 * question(seen, **bound)
+        assert abs(question(derived, **bound) - question(seen, **bound)) <= 0.03 * question(seen, **bound)
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_apply_precision_equals_tracing_in_that_dtype(name):
     """To the byte, even with casts to fp32, which are no-ops in an fp32 model."""
-    made, seen, bound = cg.apply_precision(traced(name), "bf16"), traced(name, dtype=torch.bfloat16), sizes(name)
-    assert cg.flops(made) == cg.flops(seen)
-    assert cg.param_bytes(made) == cg.param_bytes(seen)
-    assert cg.bytes_moved(made) == cg.bytes_moved(seen)
-    assert cg.peak_memory(made, **bound) == cg.peak_memory(seen, **bound)
+    converted, seen, bound = cg.apply_precision(traced(name), "bf16"), traced(name, dtype=torch.bfloat16), sizes(name)
+    assert cg.flops(converted) == cg.flops(seen)
+    assert cg.param_bytes(converted) == cg.param_bytes(seen)
+    assert cg.bytes_moved(converted) == cg.bytes_moved(seen)
+    assert cg.peak_memory(converted, **bound) == cg.peak_memory(seen, **bound)
 
 
 class Formats(nn.Module):
@@ -123,13 +123,13 @@ class Formats(nn.Module):
 def test_explicit_dtypes_stay_and_others_follow_the_model():
     given, low = (torch.zeros(5, 8, dtype=d) for d in (torch.float32, torch.bfloat16))
     g = trace(Formats(), given, dims=[("N", None)])
-    made, seen = cg.apply_precision(g, "bf16"), trace(Formats().bfloat16(), low, dims=[("N", None)])
-    formats = [[t.dtype.name for op in h.ops if op.kind.name != "keep" for t in op.results] for h in (made, seen)]
+    converted, seen = cg.apply_precision(g, "bf16"), trace(Formats().bfloat16(), low, dims=[("N", None)])
+    formats = [[t.dtype.name for op in h.ops if op.kind.name != "keep" for t in op.results] for h in (converted, seen)]
     assert formats[0] == formats[1]
     for question in (cg.flops, cg.bytes_moved, cg.peak_memory):
-        assert question(made) == question(seen)
+        assert question(converted) == question(seen)
     assert cg.bytes_moved(g) == cg.bytes_moved(cg.apply_precision(g, "fp32"))  # no-op casts have no cost
-    low_again = lower(made, N=5)
+    low_again = lower(converted, N=5)
     low_again.load_state_dict(Formats().bfloat16().state_dict())
     torch.testing.assert_close(low_again(low), Formats().bfloat16()(low), check_stride=False)
 
@@ -171,8 +171,8 @@ class Attends(nn.Module):
     def forward(self, x):
         q, k, v = self.packed(x).view(*x.shape[:2], 3, 2, 5).permute(2, 0, 3, 1, 4)
         mask = torch.ones(x.shape[1], x.shape[1]) if self.masked else None
-        made = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal)
-        return made.transpose(1, 2).reshape(x.shape).square().mean()
+        output = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal)
+        return output.transpose(1, 2).reshape(x.shape).square().mean()
 
 
 @pytest.mark.parametrize(("causal", "masked"), [(True, False), (False, False), (False, True)])
@@ -182,9 +182,9 @@ def test_fused_attention_is_translated(causal, masked):
     g = trace(module, x, dims=[("B", "S", None)])
     seen = trace(module, x, dims=[("B", "S", None)], train=True)
     assert all(op.kind.name != "foreign" for op in g.ops)
-    made = cg.backward(g)
+    derived = cg.backward(g)
     for count in ("executed", "full"):
-        assert cg.matmul_flops(made, count=count) == cg.matmul_flops(seen, count=count)
+        assert cg.matmul_flops(derived, count=count) == cg.matmul_flops(seen, count=count)
     B, S = cg.dims("B S")
     pairs = S * (S + 1) / 2 if causal else S**2
     assert (cg.matmul_flops(g) - 2 * B * S * 10 * 30 - 2 * B * 2 * (5 + 5) * pairs).expand() == 0
@@ -320,16 +320,16 @@ class Dense(nn.Module):
 def test_dense_query_attention_saves_the_log_sum_exp():
     """Two matmuls forward and five backward: with the log-sum-exp, the result is not recomputed."""
     module, x = Dense(), torch.randn(3, 5, 8)
-    made, seen = (
+    derived, seen = (
         cg.backward(trace(module, x, dims=[("B", "S", None)])),
         trace(module, x, dims=[("B", "S", None)], train=True),
     )
     B, S = cg.dims("B S")
     linear = 2 * B * S * 8 * 24
-    assert cg.matmul_flops(made) == (2 * linear + 7 * 2 * B * 2 * S**2 * 4).expand() == cg.matmul_flops(seen)
-    with made:
-        made.outputs.extend(made.gradients.values())
-    low = lower(made, B=3, S=5)
+    assert cg.matmul_flops(derived) == (2 * linear + 7 * 2 * B * 2 * S**2 * 4).expand() == cg.matmul_flops(seen)
+    with derived:
+        derived.outputs.extend(derived.gradients.values())
+    low = lower(derived, B=3, S=5)
     low.load_state_dict(module.state_dict())
     loss, *gradients = low(x)
     module(x).backward()
@@ -400,5 +400,5 @@ def test_empty_tensors_are_counted_and_run(name):
     low.load_state_dict(module.state_dict(), strict=False)
     with torch.no_grad():
         torch.testing.assert_close(low(x), expected.detach())
-    found = trace(module, x, train=True, dims=[("B", None)])
-    assert cg.matmul_flops(found, B=3) == cg.matmul_flops(g)
+    graph = trace(module, x, train=True, dims=[("B", None)])
+    assert cg.matmul_flops(graph, B=3) == cg.matmul_flops(g)

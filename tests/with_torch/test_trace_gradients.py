@@ -147,10 +147,10 @@ def test_declared_gradient_kernels_equal_autograd(name):
         inputs[0].requires_grad_()
     g = trace(net, *inputs, train=True)
     assert not [op for op in g.walk() if op.kind.name == "foreign"]
-    made = Declared().run(g)
-    with made:
-        made.outputs.extend(made.gradients.values())
-    low = lower(made)
+    declared = Declared().run(g)
+    with declared:
+        declared.outputs.extend(declared.gradients.values())
+    low = lower(declared)
     low.load_state_dict(net.state_dict(), strict=False)
     with torch.no_grad():
         loss, *gradients = low(*(x.clone() for x in inputs))
@@ -179,11 +179,11 @@ class InPlace(nn.Module):
 
 def test_overwritten_operands_are_saved_for_gradients():
     net, x = InPlace(), torch.randn(11, 5)
-    made = cg.backward(trace(net, x))
-    assert cg.matmul_flops(made) == cg.matmul_flops(trace(net, x, train=True))
-    with made:
-        made.outputs.extend(made.gradients.values())
-    low = lower(made)
+    derived = cg.backward(trace(net, x))
+    assert cg.matmul_flops(derived) == cg.matmul_flops(trace(net, x, train=True))
+    with derived:
+        derived.outputs.extend(derived.gradients.values())
+    low = lower(derived)
     low.load_state_dict(net.state_dict())
     with torch.no_grad():
         _, *gradients = low(x)
@@ -210,12 +210,12 @@ def test_call_constants_are_kept_or_refused(name):
     x = torch.linspace(-9, 9, 23)
     g = trace(Function(function), x)
     torch.testing.assert_close(lower(g)(x), function(x))
-    made = Declared().run(g)
+    declared = Declared().run(g)
     if kept:
-        torch.testing.assert_close(lower(made)(x), function(x))
+        torch.testing.assert_close(lower(declared)(x), function(x))
     else:
         with pytest.raises(cg.UnsupportedError, match="torch has no function"):
-            lower(made)
+            lower(declared)
 
 
 def test_running_statistics_are_updated_in_place():
@@ -243,9 +243,9 @@ class Dropping(nn.Module):
 def test_dropout_masks_have_no_gradient_and_the_operand_dtype():
     x = torch.randn(11, 5)
     g, seen = trace(Dropping(), x), trace(Dropping(), x, train=True)
-    made = cg.backward(g)
-    assert cg.flops(made) == cg.flops(seen)
-    assert abs(cg.peak_memory(made) - cg.peak_memory(seen)) <= 4
+    derived = cg.backward(g)
+    assert cg.flops(derived) == cg.flops(seen)
+    assert abs(cg.peak_memory(derived) - cg.peak_memory(seen)) <= 4
     low, narrow = cg.apply_precision(g, "bf16"), trace(Dropping(torch.bfloat16), x.bfloat16())
     for count in (cg.flops, cg.bytes_moved, cg.peak_memory):
         assert count(low) == count(narrow)

@@ -304,13 +304,13 @@ def test_loop_trace_matches_runs_at_other_sizes(make, layout):
     assert not any(op.kind.name == "foreign" for op in g.walk())
     assert [op.loop.count.names() for op in g.ops if op.loop is not None]
     for S in (8, 20):
-        x, own = layout(torch.randn(shaped(make, S))), sizes(make, S)
+        x, bound_sizes = layout(torch.randn(shaped(make, S))), sizes(make, S)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             wanted = module(x)
-        assert cg.matmul_flops(g, **own) == counter.get_total_flops()
+        assert cg.matmul_flops(g, **bound_sizes) == counter.get_total_flops()
         with torch.no_grad():
-            assert cg.peak_memory(g, **own) == real_peak(lambda x=x: module(x), x, *module.parameters())
-        again = lower(g, **own)
+            assert cg.peak_memory(g, **bound_sizes) == real_peak(lambda x=x: module(x), x, *module.parameters())
+        again = lower(g, **bound_sizes)
         named = {n.replace(".", "/"): p for n, p in module.named_parameters()}
         with torch.no_grad():
             for n, p in again.named_parameters():
@@ -324,11 +324,11 @@ def test_loop_trace_matches_runs_at_other_sizes(make, layout):
 def test_loops_cost_the_same_as_their_unrolled_iterations(make):
     module = make().eval()
     g = traced(make, module)
-    own = sizes(make, 8)
+    bound_sizes = sizes(make, 8)
     counts = {n for op in g.walk() if op.loop is not None for n in op.loop.count.names()}
-    apart = cg.unroll(g, **{n: own[n] for n in counts})
+    apart = cg.unroll(g, **{n: bound_sizes[n] for n in counts})
     for cost in (cg.flops, cg.bytes_moved, cg.peak_memory):
-        assert cost(apart, **{n: own[n] for n in own.keys() - counts}) == cost(g, **own)
+        assert cost(apart, **{n: bound_sizes[n] for n in bound_sizes.keys() - counts}) == cost(g, **bound_sizes)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")

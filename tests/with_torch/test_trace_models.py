@@ -75,9 +75,9 @@ def test_plain_modules(name, optimizer):
     g = trace(make(), *data(**sizes[0]), dims=dims, train=factory is not None, optimizer=factory)
     for size in sizes:
         module = make()
-        found = differences(g, module, data(**size), factory and factory(module.parameters()), **size)
-        assert found[1] == 0
-        assert abs(found[0]) <= SCALARS
+        errors = differences(g, module, data(**size), factory and factory(module.parameters()), **size)
+        assert errors[1] == 0
+        assert abs(errors[0]) <= SCALARS
 
 
 class Shared(nn.Module):

@@ -156,8 +156,8 @@ class Asked(nn.Module):
         self.model, self.result = model, result
 
     def forward(self, ids, pixels):
-        made = self.model(input_ids=ids, pixel_values=pixels, return_dict=True)
-        return getattr(made, self.result)
+        outputs = self.model(input_ids=ids, pixel_values=pixels, return_dict=True)
+        return getattr(outputs, self.result)
 
 
 def small(**more):
@@ -260,8 +260,8 @@ def test_lowered_programs_equal_torchs_values():
         first = {n: v[0] for n, v in sizes.items()}
         operands, names = given(axes, first)
         module = Program(function)
-        made = lower(trace(module, *operands, dims=names), **first)(*operands)
-        torch.testing.assert_close(made, module(*operands))
+        result = lower(trace(module, *operands, dims=names), **first)(*operands)
+        torch.testing.assert_close(result, module(*operands))
 
 
 class Net(nn.Module):
@@ -305,8 +305,8 @@ def test_complex_arithmetic_flops(name):
     function, flops, transcendental = COMPLEX[name]
     a, b = (torch.rand(5, 7, dtype=torch.complex64) for _ in "ab")
     g = trace(Program(function), a, b, dims=[("B", None)] * 2)
-    found = cg.costs(g, B=5).total()
-    assert (found.matmul + found.pointwise, found.transcendental) == (flops * 35, transcendental * 35)
+    total = cg.costs(g, B=5).total()
+    assert (total.matmul + total.pointwise, total.transcendental) == (flops * 35, transcendental * 35)
 
 
 def test_declared_complex_ops_cost_the_same():

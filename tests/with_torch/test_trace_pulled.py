@@ -276,10 +276,10 @@ AS_MANY = {
 
 def pulled(g, net, x):
     """Return the graph with its backward pass, after a comparison of its values with autograd's."""
-    made = cg.backward(g)
-    with made:
-        made.outputs.extend(made.gradients.values())
-    low = lower(made)
+    derived = cg.backward(g)
+    with derived:
+        derived.outputs.extend(derived.gradients.values())
+    low = lower(derived)
     low.load_state_dict(net.state_dict(), strict=False)
     with torch.no_grad():
         loss, *gradients = low(x)
@@ -287,10 +287,10 @@ def pulled(g, net, x):
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     wanted = {n.replace(".", "/"): p.grad for n, p in net.named_parameters()}
-    assert {t.name for t in made.gradients} == wanted.keys()
-    for t, gradient in zip(made.gradients, gradients, strict=True):
+    assert {t.name for t in derived.gradients} == wanted.keys()
+    for t, gradient in zip(derived.gradients, gradients, strict=True):
         torch.testing.assert_close(gradient, wanted[t.name], rtol=1e-4, atol=1e-5)
-    return made
+    return derived
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # correct for a checkpoint
@@ -301,12 +301,12 @@ def test_derived_gradients_of_a_trace_equal_autograd(name):
     net, x = Net(before, functions), torch.randn(sizes)
     g = trace(net, x)
     assert not [op.name for op in g.walk() if op.kind.name == "foreign"]
-    made = pulled(g, net, x)
+    derived = pulled(g, net, x)
     net.zero_grad()
     seen = trace(net, x, train=True)
-    assert cg.matmul_flops(made, count="full") == cg.matmul_flops(seen, count="full")
+    assert cg.matmul_flops(derived, count="full") == cg.matmul_flops(seen, count="full")
     if name in AS_MANY:
-        assert cg.flops(made) == cg.flops(seen)
+        assert cg.flops(derived) == cg.flops(seen)
 
 
 class Parts(nn.Module):
@@ -337,8 +337,8 @@ def test_tensors_written_in_slices_are_read_whole(tmp_path):
     assert not [op.name for op in g.walk() if op.kind.name == "foreign"]
     cg.save(g, tmp_path / "parts.json")
     assert cg.peak_memory(cg.load(tmp_path / "parts.json")) == cg.peak_memory(g)
-    made = pulled(g, net, x)
-    assert cg.matmul_flops(made) == cg.matmul_flops(trace(net, x, train=True))
+    derived = pulled(g, net, x)
+    assert cg.matmul_flops(derived) == cg.matmul_flops(trace(net, x, train=True))
     named = trace(net, x, dims=[("B", None, None)])
     assert cg.bytes_moved(cg.apply_precision(named, "bf16")) == cg.bytes_moved(
         trace(net.bfloat16(), x.bfloat16(), dims=[("B", None, None)])
@@ -406,12 +406,12 @@ class Cell(nn.Module):
 def test_in_place_gates_match_a_traced_step(kind):
     torch.manual_seed(3)
     net, x = Cell(kind), torch.randn(3, 5)
-    made = pulled(trace(net, x), net, x)
+    derived = pulled(trace(net, x), net, x)
     net.zero_grad()
-    assert cg.flops(made) == cg.flops(trace(net, x, train=True))
+    assert cg.flops(derived) == cg.flops(trace(net, x, train=True))
     named = trace(net, x, dims=[("B", None)])
     assert not [op.name for op in named.walk() if op.kind.name == "foreign"]
-    assert cg.flops(cg.backward(named), B=3) == cg.flops(made)
+    assert cg.flops(cg.backward(named), B=3) == cg.flops(derived)
 
 
 class Largest(nn.Module):
@@ -496,9 +496,9 @@ def test_cumprod_in_enable_grad_equals_autograd():
 @pytest.mark.parametrize("function", [torch.square, torch.cos, torch.erf, lambda x: (x * x + 1) ** -2])
 def test_backward_temporaries_live_like_in_autograd(function):
     net, x = Net(nn.Linear(6, 67), [lambda x: function(x).mean()]), torch.zeros(5, 6)
-    made = cg.backward(trace(net, x, dims=[("B", None)]))
+    derived = cg.backward(trace(net, x, dims=[("B", None)]))
     seen = trace(net, x, dims=[("B", None)], train=True)
-    assert abs(cg.peak_memory(made, B=71) - cg.peak_memory(seen, B=71)) < 100
+    assert abs(cg.peak_memory(derived, B=71) - cg.peak_memory(seen, B=71)) < 100
 
 
 def test_tensor_literals_are_kept_in_the_lowered_graph():
@@ -559,8 +559,8 @@ class Coded(nn.Module):
 
     def forward(self, x):
         y = self.down(x).permute(0, 2, 3, 1)
-        found = self.codes((y.reshape(-1, 5) @ self.codes.weight.T).argmin(1)).view(y.shape)
-        return functional.mse_loss(self.up(found.permute(0, 3, 1, 2)), x) + functional.mse_loss(found, y.detach())
+        codes = self.codes((y.reshape(-1, 5) @ self.codes.weight.T).argmin(1)).view(y.shape)
+        return functional.mse_loss(self.up(codes.permute(0, 3, 1, 2)), x) + functional.mse_loss(codes, y.detach())
 
 
 def test_losses_of_always_equal_sizes_are_declared():

@@ -77,12 +77,12 @@ BESIDE = {
 @pytest.mark.parametrize("name", BESIDE)
 def test_extra_saved_tensors_of_torch_are_in_the_peak(name):
     net, x = Beside(BESIDE[name]), torch.randn(71, 6)
-    made = cg.backward(trace(net, torch.zeros(5, 6), dims=[("B", None)]))
+    derived = cg.backward(trace(net, torch.zeros(5, 6), dims=[("B", None)]))
     if BESIDE[name] in (windows, attention):  # a run of these has workspaces of libraries or threads
         real = cg.peak_memory(trace(net, x, train=True))
     else:
         real = real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x)
-    assert abs(cg.peak_memory(made, B=71) - real) < 100
+    assert abs(cg.peak_memory(derived, B=71) - real) < 100
 
 
 @pytest.mark.parametrize("uses", [2, 3])
@@ -100,18 +100,19 @@ def test_view_gradients_accumulate_out_of_place(uses):
             return x.mean()
 
     net, x = Shared(), torch.randn(5, 67)
-    made = cg.backward(trace(net, x))
+    derived = cg.backward(trace(net, x))
     assert (
-        abs(cg.peak_memory(made) - real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x)) < 100
+        abs(cg.peak_memory(derived) - real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x))
+        < 100
     )
 
 
 @pytest.mark.parametrize("function", [lambda x, w: (x * w).amax(1), lambda x, w: (x * w).amin(0, keepdim=True)])
 def test_maximum_gradient_is_divided_among_ties(function):
-    made, seen = (
+    forward, seen = (
         trace(Beside(function), torch.zeros(5, 6), dims=[("B", None)], train=train) for train in (False, True)
     )
-    assert cg.flops(cg.backward(made)) == cg.flops(seen)
+    assert cg.flops(cg.backward(forward)) == cg.flops(seen)
 
 
 LOSSES = ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "soft_margin_loss", "l1_loss"]

@@ -187,8 +187,8 @@ def test_lstm_saved_bytes_equal_onednns(sizes):
     flags = (False, [], 2, size, 1, True, False, False, True)
     *_, saved = torch.ops.aten.mkldnn_rnn_layer(x, *module.all_weights[0], state, state, *flags)
     g = trace(Loss(outputs(module)), x, dims=[("T", "B", None)], train=True)
-    (kept,) = (op.results[3] for op in g.ops if (op.call.target if op.call else "") == "mkldnn_rnn_layer.default")
-    assert kept.sizes[0].expr.subs({cg.dims("T"): steps, cg.dims("B"): batch}) == saved.numel()
+    (workspace,) = (op.results[3] for op in g.ops if (op.call.target if op.call else "") == "mkldnn_rnn_layer.default")
+    assert workspace.sizes[0].expr.subs({cg.dims("T"): steps, cg.dims("B"): batch}) == saved.numel()
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")

@@ -31,11 +31,11 @@ FORMULAS = [
 
 @pytest.mark.parametrize("expr", FORMULAS, ids=str)
 def test_translated_size_formulas_equal_torchs(expr):
-    made = Translator({s: "S", t: "T"}).formula(expr)
+    formula = Translator({s: "S", t: "T"}).formula(expr)
     for S in (1, 2, 7, 16, 17, 31, 64):
         for T in (1, 5, 32):
-            found = made.bind({"S": poly(S), "T": poly(T)}).constant
-            assert Fraction(found) == int(expr.subs({s: S, t: T}))
+            value = formula.bind({"S": poly(S), "T": poly(T)}).constant
+            assert Fraction(value) == int(expr.subs({s: S, t: T}))
 
 
 def test_exact_quotient_is_a_polynomial():
@@ -91,11 +91,11 @@ def test_padding_programs_match_runs_at_other_sizes(size, asks):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             module(torch.zeros(3, n, 5))
         try:
-            found = cg.matmul_flops(g, B=3, S=n)
+            flops = cg.matmul_flops(g, B=3, S=n)
         except cg.BindingError:
             assert (n % 4 == 0 and asks) or (n <= 4) != (size <= 4)  # it takes another branch there
             continue
-        assert found == counter.get_total_flops()
+        assert flops == counter.get_total_flops()
         taken += 1
     assert taken >= (1 if size == 3 else 4)
 
@@ -131,10 +131,10 @@ def test_sizes_without_padding_must_fill_whole_blocks(run, size):
 
 def test_size_hints_are_distinct_and_larger_than_one():
     assert hints({"B": 8, "S": 128}) == {"B": 8, "S": 128}
-    found = hints({"B": 1, "S": 4, "T": 4, "U": 0})
-    assert len(set(found.values())) == 4
-    assert min(found.values()) > 1
-    assert found["S"] == 4
+    chosen = hints({"B": 1, "S": 4, "T": 4, "U": 0})
+    assert len(set(chosen.values())) == 4
+    assert min(chosen.values()) > 1
+    assert chosen["S"] == 4
 
 
 # -- views ---------------------------------------------------------------------------------------------------------
@@ -202,10 +202,10 @@ def test_views_are_those_of_fake_tensors(data):
 def test_placeholder_results_have_real_shapes(op, arguments):
     shapes = Shapes()
     with FakeTensorMode(shape_env=shapes):
-        made = STAND_INS[op](*arguments(shapes.named("B", 11)))
+        result = STAND_INS[op](*arguments(shapes.named("B", 11)))
     real = {aten._grouped_mm.default: (11, 7), aten.baddbmm.default: (11, 3, 7), aten.constant_pad_nd.default: (14, 8)}
     at = Translator(shapes.names)
-    assert tuple(at.size(n).bind({"B": poly(11)}).constant for n in made.shape) == real[op]
+    assert tuple(at.size(n).bind({"B": poly(11)}).constant for n in result.shape) == real[op]
 
 
 class Patches(torch.nn.Module):

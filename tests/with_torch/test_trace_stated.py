@@ -46,10 +46,10 @@ def test_derived_kernel_gradients_cost_the_same_as_traced(name):
     g, step = trace(net, x, dims=dims), trace(net, x, dims=dims, train=True)
     for graph in g, step:
         assert not [op.name for op in graph.walk() if op.kind.name == "foreign"]
-    made = cg.backward(g)
+    derived = cg.backward(g)
     sizes = {"B": 3, "H": 13, "W": 17}
-    assert cg.flops(made, **sizes) == cg.flops(step, **sizes)
-    assert [t.name for t in made.gradients] == ["before/weight", "before/bias"]
+    assert cg.flops(derived, **sizes) == cg.flops(step, **sizes)
+    assert [t.name for t in derived.gradients] == ["before/weight", "before/bias"]
     half = cg.apply_precision(g, "bf16")
     assert cg.flops(half, **sizes) == cg.flops(g, **sizes)
     assert cg.param_bytes(half) * 2 == cg.param_bytes(g)

@@ -109,29 +109,29 @@ def test_sharded_traced_step_keeps_its_values():
 
 def test_derived_backward_of_a_trace_equals_torchs():
     """FLOPs by kind; torch materializes the gradient of a mean, which the library broadcasts: 4 bytes."""
-    made, seen = cg.backward(traced()), traced(train=True)
+    derived, seen = cg.backward(traced()), traced(train=True)
     for count in ("executed", "full"):
-        assert cg.matmul_flops(made, count=count) == cg.matmul_flops(seen, count=count)
-    assert cg.flops(made) == cg.flops(seen)
-    assert {t.name for t in made.gradients} == {t.name for t in seen.gradients}
-    assert abs(cg.peak_memory(made, B=3, S=7) - cg.peak_memory(seen, B=3, S=7)) <= 4
+        assert cg.matmul_flops(derived, count=count) == cg.matmul_flops(seen, count=count)
+    assert cg.flops(derived) == cg.flops(seen)
+    assert {t.name for t in derived.gradients} == {t.name for t in seen.gradients}
+    assert abs(cg.peak_memory(derived, B=3, S=7) - cg.peak_memory(seen, B=3, S=7)) <= 4
 
 
 def test_lora_of_a_trace_equals_the_adapted_module():
     """FLOPs and bytes are equal; the module's frames keep a layer's input alive while it runs, one (B, S, 8) in
     fp32."""
-    made, seen = cg.lora(traced(), 3, "layers/*"), adapted()
-    assert figures(made)[:3] == figures(seen)[:3]
-    assert figures(seen)[3] - figures(made)[3] == 3 * 7 * 8 * 4
+    adapted_graph, seen = cg.lora(traced(), 3, "layers/*"), adapted()
+    assert figures(adapted_graph)[:3] == figures(seen)[:3]
+    assert figures(seen)[3] - figures(adapted_graph)[3] == 3 * 7 * 8 * 4
 
 
 def test_mixed_precision_runs_matmuls_in_bf16():
     """Equal to the trace of the module under autocast, to the last FLOP and byte of its matmuls."""
-    made = cg.apply_precision(traced(), "bf16-mixed")
+    converted = cg.apply_precision(traced(), "bf16-mixed")
     with torch.autocast("cpu", BF16):
         seen = traced()
-    assert cg.matmul_flops(made) == cg.matmul_flops(seen)
-    for g in (made, seen):
+    assert cg.matmul_flops(converted) == cg.matmul_flops(seen)
+    for g in (converted, seen):
         products = [op for op in g.walk() if isinstance(op.kind, Einsum)]
         assert {t.dtype.name for op in products for t in op.results} == {"bf16"}
 
@@ -139,19 +139,19 @@ def test_mixed_precision_runs_matmuls_in_bf16():
 def test_traced_weights_are_quantized():
     """Five layers of 8 by 8 in int8, with a 2-byte scale per column; the head keeps its dtype, as in declared
     models."""
-    made = cg.quantize(traced(), "int8", scale="fp16")
-    assert cg.param_bytes(traced()) - cg.param_bytes(made) == 5 * (3 * 8 * 8 - 2 * 8)
-    assert cg.matmul_flops(made) == cg.matmul_flops(traced())
+    quantized = cg.quantize(traced(), "int8", scale="fp16")
+    assert cg.param_bytes(traced()) - cg.param_bytes(quantized) == 5 * (3 * 8 * 8 - 2 * 8)
+    assert cg.matmul_flops(quantized) == cg.matmul_flops(traced())
 
 
 def test_traced_training_step_has_optimizer_updates():
     """AdamW updates each of the weights, as in the trace of a step with torch's; FLOPs of matmuls are equal."""
-    made = cg.training_step(traced(), optimizer=cg.AdamW())
+    step = cg.training_step(traced(), optimizer=cg.AdamW())
     seen = traced(train=True, optimizer=lambda p: torch.optim.AdamW(p, fused=True))
-    assert cg.matmul_flops(made) == cg.matmul_flops(seen)
+    assert cg.matmul_flops(step) == cg.matmul_flops(seen)
     states = [
         sum(t.numel.constant for t in g.tensors if t.role == "state" and t.producer is None and t.ndim)
-        for g in (made, seen)
+        for g in (step, seen)
     ]
     assert states[0] == states[1] == 2 * cg.param_count(traced())
 
@@ -181,18 +181,18 @@ def test_packed_attention_survives_save_and_load(tmp_path):
 def test_fused_scope_of_a_trace_is_one_kernel():
     """It reads its input and the five weights and biases, and writes one result; calls outside are unchanged."""
     g = traced()
-    made = cg.fuse(g, "layers")
+    fused = cg.fuse(g, "layers")
     B, S = cg.dims("B S")
-    assert cg.flops(made) == cg.flops(g)
-    assert cg.costs(made).filter(scope="layers").total().bytes == 4 * (2 * 8 * B * S + 5 * (8 * 8 + 8))
+    assert cg.flops(fused) == cg.flops(g)
+    assert cg.costs(fused).filter(scope="layers").total().bytes == 4 * (2 * 8 * B * S + 5 * (8 * 8 + 8))
 
 
 def test_every_public_transform_is_tested():
     """Every function from graph to graph is in one of the tables above."""
-    found = set()
+    transforms = set()
     for name, function in FUNCTIONS.items():
         signature = inspect.signature(function)
         first = next(iter(signature.parameters.values()), None)
         if signature.return_annotation == "Graph" and first is not None and first.annotation == "Graph":
-            found.add(name)
-    assert found == {name for name, *_ in REFUSED} | RIGHT.keys()
+            transforms.add(name)
+    assert transforms == {name for name, *_ in REFUSED} | RIGHT.keys()

@@ -216,14 +216,14 @@ def test_untraceable_module_states_the_reason(monkeypatch):
 
 def test_failed_cases_are_reported(tmp_path):
     huge = Case("add", {"R": 2**40, "C": 2**20})
-    found = validate("cpu", [huge, MATMUL], hardware="h100-sxm", quick=True, progress=False)
-    assert [row.case for row in found.rows] == [MATMUL]
-    assert [row.case for row in found.failed] == [huge]
-    found.save(tmp_path / "record.json")
-    assert Validation.load(tmp_path / "record.json").failed == found.failed
-    assert f"- Could not run: {huge.name}: " in found.table()
-    nothing = replace(found, rows=())
-    assert nothing.summary() == [f"Could not run: {huge.name}: {found.failed[0].error}"]
+    validation = validate("cpu", [huge, MATMUL], hardware="h100-sxm", quick=True, progress=False)
+    assert [row.case for row in validation.rows] == [MATMUL]
+    assert [row.case for row in validation.failed] == [huge]
+    validation.save(tmp_path / "record.json")
+    assert Validation.load(tmp_path / "record.json").failed == validation.failed
+    assert f"- Could not run: {huge.name}: " in validation.table()
+    nothing = replace(validation, rows=())
+    assert nothing.summary() == [f"Could not run: {huge.name}: {validation.failed[0].error}"]
     assert all(rows == [] for _, rows in nothing.tables())
 
 
@@ -382,9 +382,9 @@ def test_damaged_records_are_refused(found, tmp_path, damage, text):
     path = tmp_path / "record.json"
     found.save(path)
     path.write_text(damage(json.loads(path.read_text())))
-    said = error_of(FormatError, Validation.load, path)
-    assert re.search(text, said), said
-    assert said.startswith(repr(str(path)))
+    message = error_of(FormatError, Validation.load, path)
+    assert re.search(text, message), message
+    assert message.startswith(repr(str(path)))
 
 
 def test_invalid_record_files_are_refused(found, tmp_path):
@@ -420,8 +420,8 @@ def test_wrong_flops_are_shown(found):
     wrong = replace(row, declared=replace(row.declared, flops=5))
     (_, rows), _ = replace(found, rows=(wrong,)).tables()
     assert rows[0][1] == "5 FLOP (!)"
-    said = replace(found, rows=(wrong,)).table()
-    assert "declared: 0 of 1 cases equal torch's counter; (!) marks the others." in said
+    table = replace(found, rows=(wrong,)).table()
+    assert "declared: 0 of 1 cases equal torch's counter; (!) marks the others." in table
 
 
 def test_pictures(found, tmp_path):
@@ -452,9 +452,9 @@ def test_the_command_end_to_end(capsys, tmp_path, monkeypatch):
     words = ["validate", "--quick", "--only", "soft", "--threads", "1", "--out", str(record), "--plots", str(pictures)]
     code, out, err = run(capsys, *words)
     assert code == 0, err
-    found = Validation.load(record)
-    assert [row.case.subject for row in found.rows] == ["softmax"]
-    assert found.environment["threads"] == 1
+    validation = Validation.load(record)
+    assert [row.case.subject for row in validation.rows] == ["softmax"]
+    assert validation.environment["threads"] == 1
     # each case on one line with its figures, in both tables
     assert len(re.findall(r"softmax fp32 R=61 C=1024 .*equal", out)) == 1
     assert len(re.findall(r"softmax fp32 R=61 C=1024 .* us ", out)) == 1
@@ -463,7 +463,7 @@ def test_the_command_end_to_end(capsys, tmp_path, monkeypatch):
     assert sorted(p.name for p in pictures.iterdir()) == ["peaks.png", "roof.png"]
     # the run calibrates, and writes the attained rates next to the record
     assert record.with_suffix(".toml").is_file()
-    assert found.hardware.attained().bandwidth == found.hardware.bandwidth
+    assert validation.hardware.attained().bandwidth == validation.hardware.bandwidth
 
 
 @pytest.mark.parametrize(
@@ -492,9 +492,9 @@ def test_validate_command_rejects_invalid_arguments(capsys, tmp_path, monkeypatc
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda(tmp_path):
-    found = validate("cuda", suite("cuda", quick=True), quick=True, progress=False)
-    found.save(tmp_path / "record.json")
-    assert Validation.load(tmp_path / "record.json").rows == found.rows
-    for row in found.rows:
+    validation = validate("cuda", suite("cuda", quick=True), quick=True, progress=False)
+    validation.save(tmp_path / "record.json")
+    assert Validation.load(tmp_path / "record.json").rows == validation.rows
+    for row in validation.rows:
         assert row.counted("declared"), row.case.name
         assert abs(row.off("declared")) <= 0.05 * row.measured.peak or causes(row.case, "cuda"), row.case.name

@@ -61,11 +61,11 @@ def test_cpu_record_exists():
 
 @pytest.mark.parametrize(("name", "row"), ROWS)
 def test_matmul_flops(name, row):
-    found = today(name, row)
-    assert found.flops - found.uncounted == row.measured.flops
+    prediction = today(name, row)
+    assert prediction.flops - prediction.uncounted == row.measured.flops
     subjects = ("attention flash", "attention flash causal", "gpt block", "llama block")
     in_one_kernel = row.case.subject in subjects or row.case.attention == "flash"
-    assert (found.uncounted > 0) == (in_one_kernel and RECORDS[name].environment["device"] == "cpu")
+    assert (prediction.uncounted > 0) == (in_one_kernel and RECORDS[name].environment["device"] == "cpu")
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS)
@@ -86,14 +86,14 @@ def test_declared_peak(name, row):
 @pytest.mark.parametrize("part", ["sampled", pytest.param("all", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", RECORDS)
 def test_declared_step_peaks_have_a_small_median_error(name, part):
-    found = RECORDS[name]
-    rows = found.rows if part == "all" else [row for of, row in PLAIN if of == name]
+    record = RECORDS[name]
+    rows = record.rows if part == "all" else [row for of, row in PLAIN if of == name]
     steps = [row for row in rows if row.case.mode == "step"]
     shares = [abs(today(name, row).peak - row.measured.peak) / row.measured.peak for row in steps]
     assert statistics.median(shares) <= 0.02
     unexplained = [
         row.case.name for row, share in zip(steps, shares, strict=True)
-        if share > 0.05 and not causes(row.case, found.environment["device"])
+        if share > 0.05 and not causes(row.case, record.environment["device"])
     ]  # fmt: skip
     assert unexplained == []
 
@@ -116,9 +116,9 @@ TRACED = [pytest.param(*p.values, id=p.id) for p in ROWS if p.values[1].traced i
 def test_traced_peak_and_flops(name, row):
     device = RECORDS[name].environment["device"]
     elsewhere = device == "cuda" and not torch.cuda.is_available()  # CUDA ops cannot be traced
-    found = row.traced if elsewhere else traced_here(row.case, device)
-    assert found.flops - found.uncounted == row.measured.flops
-    off = row.measured.peak - found.peak
+    trace_result = row.traced if elsewhere else traced_here(row.case, device)
+    assert trace_result.flops - trace_result.uncounted == row.measured.flops
+    off = row.measured.peak - trace_result.peak
     if causes(row.case, device, "traced"):
         assert off >= -KIB4
     else:
@@ -127,17 +127,17 @@ def test_traced_peak_and_flops(name, row):
 
 @pytest.mark.parametrize(("name", "row"), ROWS)
 def test_no_recorded_time_is_below_the_bound(name, row):
-    found = RECORDS[name]
-    roof = modelled(graph_of(name, row), row.case.sizes, found.hardware)
+    record = RECORDS[name]
+    roof = modelled(graph_of(name, row), row.case.sizes, record.hardware)
     assert outcome(row.seconds.min, row.modelled.memory, row.modelled.compute) == row.outcome
-    if roof.fused > 4 * (found.cache or 0):
+    if roof.fused > 4 * (record.cache or 0):
         assert row.seconds.min >= roof.bound
 
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_most_ops_agree_with_the_roofline(name):
-    told = [row.agrees for row in RECORDS[name].rows if row.agrees is not None]
-    assert sum(told) >= 0.6 * len(told) > 0
+    agreements = [row.agrees for row in RECORDS[name].rows if row.agrees is not None]
+    assert sum(agreements) >= 0.6 * len(agreements) > 0
 
 
 def test_untraced_rows_are_known():

@@ -32,15 +32,15 @@ def one_thread():
 
 def test_logsumexp_workspace_by_hand():
     x = rand(16, 64)
-    (found,) = workspaces([case("logsumexp", "", x, [1])[2]])
-    assert found == 4 * 16 * 64 + 4 * 16  # exponentials of all elements, and the maximum of each row
+    (measured,) = workspaces([case("logsumexp", "", x, [1])[2]])
+    assert measured == 4 * 16 * 64 + 4 * 16  # exponentials of all elements, and the maximum of each row
 
 
 def test_kernels_with_exact_peaks_have_no_workspace():
     families = (matmuls, norms, reductions, elementwise, lookups)
     cases = [c for family in families for c in family() if not re.match("bf16|fp16", c[1]) and c[0] not in LARGE]
-    found = workspaces(call for _, _, call in cases)
-    some = {op: n for (op, _, _), n in zip(cases, found, strict=True) if n > SMALL.get(op, 0)}
+    measured = workspaces(call for _, _, call in cases)
+    some = {op: n for (op, _, _), n in zip(cases, measured, strict=True) if n > SMALL.get(op, 0)}
     assert len(cases) > 80
     assert some == {}
 

@@ -110,8 +110,8 @@ def counted(name):
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_small_dense_config_counts_equal_the_module(name):
     g = graph_of(name, "eager")
-    found = cg.param_count(g), cg.matmul_flops(g, count="full", **SIZES)
-    assert found == counts_of("dense", name, counted, live=name in SEVERAL)
+    counts = cg.param_count(g), cg.matmul_flops(g, count="full", **SIZES)
+    assert counts == counts_of("dense", name, counted, live=name in SEVERAL)
 
 
 @pytest.mark.long

@@ -87,8 +87,10 @@ def numbers(model, where):
 
 def tables(model):
     """Return the frequencies of rotary positions, those of local layers first."""
-    found = [t for name, t in sorted(model.named_buffers(), reverse=True) if re.search(r"(?<!original_)inv_freq", name)]
-    return {f"rope{'' if i == 0 else f'_{i}'}.inv_freq": t for i, t in enumerate(found)}
+    buffers = [
+        t for name, t in sorted(model.named_buffers(), reverse=True) if re.search(r"(?<!original_)inv_freq", name)
+    ]
+    return {f"rope{'' if i == 0 else f'_{i}'}.inv_freq": t for i, t in enumerate(buffers)}
 
 
 @pytest.mark.parametrize("name", in_part(SEVERAL, 0))

@@ -142,8 +142,10 @@ def test_vit_matches_torchvision():
     graph = load("vit-b-16", patch=5, attention="eager")
     sizes = {"R": 23, "IC": 2, "D": 15, "H": 3, "F": 19, "L": 2, "C": 11}
     assert cg.param_count(graph, **sizes) == sum(p.numel() for p in module.parameters())
-    made = trace(module, torch.zeros(B, 2, 23, 23))  # torch's counter has no formula for fused attention on a CPU
-    assert cg.matmul_flops(graph, count="full", B=B, **sizes) == cg.matmul_flops(made, count="full")
+    graph_of_module = trace(
+        module, torch.zeros(B, 2, 23, 23)
+    )  # torch's counter has no formula for fused attention on a CPU
+    assert cg.matmul_flops(graph, count="full", B=B, **sizes) == cg.matmul_flops(graph_of_module, count="full")
 
 
 # -- CLIP ------------------------------------------------------------------------------------------------------------
@@ -291,9 +293,9 @@ def test_encoder_gradients_equal_autograd(name, attention):
     inputs = random_inputs(loss, **SMALL[name])
     before = {k: v.clone() for k, v in forward.state_dict().items()}
     update.load_state_dict(before)
-    made = forward.requires_grad_()(*inputs)
-    made.backward()
-    torch.testing.assert_close(update(*inputs), made.detach(), rtol=1e-12, atol=1e-12)
+    output = forward.requires_grad_()(*inputs)
+    output.backward()
+    torch.testing.assert_close(update(*inputs), output.detach(), rtol=1e-12, atol=1e-12)
     for k, p in forward.named_parameters():
         change = before[k] - update.get_parameter(k)
         if "positions" in k and not change.any():  # frozen

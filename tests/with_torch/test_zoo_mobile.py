@@ -140,8 +140,8 @@ def test_efficientnet_with_too_little_padding_is_refused():
     with pytest.raises(cg.UnsupportedError, match="every odd side before a stride of 2"):
         cg.models.from_config(config.to_dict())
     # the module halves 9 to 4, where the declaration would have 5
-    made = _module(config, "EfficientNetModel")(torch.zeros(1, 3, 18, 18)).last_hidden_state
-    assert made.shape[2:] == (4, 4)
+    output = _module(config, "EfficientNetModel")(torch.zeros(1, 3, 18, 18)).last_hidden_state
+    assert output.shape[2:] == (4, 4)
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,9 @@ VARIANTS = {
 
 def made(name, implementation="grouped_mm"):
     classes, fields = VARIANTS[name]
-    found = config(classes, **fields)
-    found._experts_implementation = implementation
-    return found
+    settings = config(classes, **fields)
+    settings._experts_implementation = implementation
+    return settings
 
 
 @cache
@@ -97,8 +97,8 @@ def counted(name):
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_small_moe_config_counts_equal_the_module(name):
     g = graph_of(name, attention="eager")
-    found = cg.param_count(g), cg.matmul_flops(g, count="full", **SIZES)
-    assert found == counts_of("moe", name, counted, live=name in STEPS)
+    counts = cg.param_count(g), cg.matmul_flops(g, count="full", **SIZES)
+    assert counts == counts_of("moe", name, counted, live=name in STEPS)
 
 
 @pytest.mark.long
@@ -172,15 +172,17 @@ def test_moe_decode_step_counts_equal_the_cached_module(name, new):
 
 def test_lowered_mixture_equals_the_module():
     torch.manual_seed(0)
-    found = made("mixtral", "eager")
-    block = transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock(found).eval()
+    settings = made("mixtral", "eager")
+    block = transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock(settings).eval()
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.5)
-    D = found.hidden_size
+    D = settings.hidden_size
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, D))
         g.output(
-            cg.nn.moe(x, found.num_local_experts, found.num_experts_per_tok, found.intermediate_size, normalize=True)
+            cg.nn.moe(
+                x, settings.num_local_experts, settings.num_experts_per_tok, settings.intermediate_size, normalize=True
+            )
         )
     module = lower(g)
     given = {

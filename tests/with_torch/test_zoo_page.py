@@ -22,8 +22,8 @@ SMALLEST = [
 
 def test_zoo_page_matches_recorded_counts():
     """The next test compares the recorded counts with the declarations."""
-    found = page(lambda name, row: (row["parameters"], row["matmul"]))
-    assert PAGE.read_text(encoding="utf-8") == found, "run: python tests/with_torch/zoo_page.py NAME"
+    expected_page = page(lambda name, row: (row["parameters"], row["matmul"]))
+    assert PAGE.read_text(encoding="utf-8") == expected_page, "run: python tests/with_torch/zoo_page.py NAME"
 
 
 @pytest.mark.parametrize("name", in_part(names(), 0))

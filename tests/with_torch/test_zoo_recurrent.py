@@ -214,11 +214,11 @@ def linear_more(steps, *, again):
 
 def xlstm_more(steps, *, again):
     matrix, vector = 2 * BATCH * steps * 4 * 12 * 12, 2 * BATCH * steps * 4 * 12  # of an mLSTM block
-    own = 2 * BATCH * 4 * 6 * 24  # the gates from the previous state, per position in an sLSTM block
+    gates = 2 * BATCH * 4 * 6 * 24  # the gates from the previous state, per position in an sLSTM block
     # (1), (2): as for xlstm-7b, and two matrices more of keys and values, as the module writes outer products as such;
     # with ops, one more in the forward pass too. A kernel recomputes y and the gates; (3): of each sLSTM
     mlstm = 4 * matrix if not again else 4 * matrix + vector
-    return 3 * mlstm + 2 * again * own * (1 + steps)
+    return 3 * mlstm + 2 * again * gates * (1 + steps)
 
 
 def nothing_more(steps, *, again):

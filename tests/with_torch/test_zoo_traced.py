@@ -65,9 +65,9 @@ def traced(name, optimizer=None, dtype="fp32", layers=SHALLOW):
 
 def declared(name, optimizer=None, dtype="fp32", layers=SHALLOW):
     g = cg.models.load(name.split()[0], attention="eager", dtype=dtype, composed=True)  # it is modified
-    own = {"L": layers} | ({"P": 2048} if name.startswith("gpt2") else {}) | ({"V": FEW} if "few" in name else {})
+    sizes = {"L": layers} | ({"P": 2048} if name.startswith("gpt2") else {}) | ({"V": FEW} if "few" in name else {})
     with g:
-        g.defaults.update(own)
+        g.defaults.update(sizes)
     return g if optimizer is None else cg.training_step(g, optimizer=cg.AdamW(implementation=optimizer))
 
 

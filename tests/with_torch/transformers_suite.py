@@ -123,10 +123,10 @@ def tiny(config: Any, more: dict[str, Any]) -> Any:
     defaults = {n: p.default for n, p in inspect.signature(config.__init__).parameters.items()}
     if dataclasses.is_dataclass(config):
         defaults |= {f.name: f.default for f in dataclasses.fields(config)}
-    own = {k: v for k, v in TINY.items() if k in defaults and not isinstance(defaults[k], list | tuple)}
+    fields = {k: v for k, v in TINY.items() if k in defaults and not isinstance(defaults[k], list | tuple)}
     if "hidden_sizes" in defaults:
-        own.pop("hidden_size", None)
-    return config(**{k: v for k, v in (own | more).items() if v is not None})
+        fields.pop("hidden_size", None)
+    return config(**{k: v for k, v in (fields | more).items() if v is not None})
 
 
 # -- model inputs ------------------------------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ def _compared(row: Row, what: str, model: nn.Module, inputs: Inputs, sizes: Size
     given = tuple(large.values())
     optimizer = adamw(model.parameters()) if train else None
     with torch.set_grad_enabled(train):
-        made = module(*given)
-    if train and (not isinstance(made, torch.Tensor) or made.ndim):
+        outputs = module(*given)
+    if train and (not isinstance(outputs, torch.Tensor) or outputs.ndim):
         return False
     try:
         dims = [dims_of(k, t) for k, t in small.items()]

@@ -46,7 +46,7 @@ def causes(case: Case, device: str, which: str = "declared") -> list[str]:
         declared or traced: workspaces alone do not affect the latter.
     """
     plain = case.program == "module"
-    found = {
+    applicable = {
         "workspace": _workspace(case, device),
         "variables": plain
         and (case.mode == "forward" or case.implementation == "for-loop" or case.optimizer == "Adafactor"),
@@ -58,8 +58,8 @@ def causes(case: Case, device: str, which: str = "declared") -> list[str]:
         "rotary": case.subject == "llama",
         "lowering": not plain and (case.precision not in ("", "fp32") or case.optimizer == "Muon"),
     }
-    assert list(found) == list(CAUSES)
-    return [name for name, there in found.items() if there and (which == "declared" or name == "workspace")]
+    assert list(applicable) == list(CAUSES)
+    return [name for name, there in applicable.items() if there and (which == "declared" or name == "workspace")]
 
 
 def _workspace(case: Case, device: str) -> bool:

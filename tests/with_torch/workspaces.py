@@ -47,10 +47,10 @@ def workspaces(calls: Iterable[Callable[[], Any]]) -> list[int]:
             call()
             with record_function(_MARK):
                 pass
-            kept = call()
+            result = call()
             with record_function(_MARK):
                 pass
-            del kept
+            del result
     runs: list[list[tuple[int, int]]] = [[]]
     for event in _events(profiler.profiler.kineto_results.experimental_event_tree()):
         if event is None:
@@ -313,15 +313,15 @@ Regenerate the page with `python tests/with_torch/workspaces.py > docs/accuracy/
 
 def page() -> str:
     """Return the page as Markdown."""
-    found = rows()
-    some = {op for op, _, n in found if n}
+    measured = rows()
+    some = {op for op, _, n in measured if n}
     return _PAGE.format(
         date=datetime.date.today(),
         torch=torch.__version__,
         machine=platform.machine(),
         capability=torch.backends.cpu.get_cpu_capability(),
-        table="\n".join(f"| `{op}` | {condition} | {n:,} |" for op, condition, n in found if n),
-        none=", ".join(f"`{op}`" for op in sorted({op for op, _, _ in found} - some)),
+        table="\n".join(f"| `{op}` | {condition} | {n:,} |" for op, condition, n in measured if n),
+        none=", ".join(f"`{op}`" for op in sorted({op for op, _, _ in measured} - some)),
     )
 
 

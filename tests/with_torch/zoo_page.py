@@ -43,19 +43,19 @@ varied, are compared with PyTorch's counts in `tests/with_torch/recorded/counts.
 
 def references():
     """Return the reference of each model that has one, by name."""
-    found = {}
+    by_name = {}
     for path in sorted(HERE.glob("zoo_*.py")):
         module = importlib.import_module(path.stem)
-        found |= getattr(module, "REFERENCES", {})
-    return found
+        by_name |= getattr(module, "REFERENCES", {})
+    return by_name
 
 
 def counted():
-    kept = json.loads(COUNTS.read_text(encoding="utf-8"))
+    counts = json.loads(COUNTS.read_text(encoding="utf-8"))
     for name, parameters in json.loads(PARAMETERS.read_text(encoding="utf-8")).items():
-        if name in kept["models"]:  # counts of a public module
-            kept["models"][name]["parameters"] = parameters
-    return kept
+        if name in counts["models"]:  # counts of a public module
+            counts["models"][name]["parameters"] = parameters
+    return counts
 
 
 def keep(kept):
@@ -94,10 +94,10 @@ def declared(name, row):
 
 
 def page(asked=declared):
-    kept = counted()
+    counts = counted()
     lines, equal, apart = [], 0, []
     for name in cg.models.names():
-        row = kept["models"].get(name)
+        row = counts["models"].get(name)
         if row is None:
             lines.append(f"| `{name}` | none is public | {cg.param_count(cg.models.load(name)):,} | | | | |")
             continue
@@ -111,8 +111,8 @@ def page(asked=declared):
             f"| {at} |"
         )
     text = f" The others: {', '.join(apart)}." if apart else ""
-    versions = {k: kept.get(k, "") for k in ("torch", "transformers")}
-    return HEAD.format(equal=equal, all=len(kept["models"]), apart=text, **versions) + "\n".join(lines) + "\n"
+    versions = {k: counts.get(k, "") for k in ("torch", "transformers")}
+    return HEAD.format(equal=equal, all=len(counts["models"]), apart=text, **versions) + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
