@@ -65,7 +65,7 @@ def test_depth_costs_nothing(benchmark):
 
 
 def incomparable(count):
-    """Hidden layers of independent widths in sequence: each of them may determine the peak."""
+    """Sequential hidden layers with independent widths: each may determine the peak."""
     with cg.Graph("widths") as g:
         x, y = g.input("x", (B, D)), g.input("y", (B,))
         for F in cg.dims(" ".join(f"F{i}" for i in range(count))):

@@ -76,7 +76,7 @@ def test_order_of_a_contraction_against_opt_einsum(benchmark, network):
     benchmark.extra_info["milliseconds, opt_einsum"] = their * 1e3
     benchmark.extra_info["ratio"] = their / mine
     benchmark.pedantic(ours, rounds=5)
-    # includes the construction of a graph of checked ops
+    # includes constructing a graph with checked ops
     assert mine <= 30 * their
 
 

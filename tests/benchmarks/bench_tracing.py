@@ -37,7 +37,7 @@ def test_trace_of_a_step_against_memtracker(benchmark):
     found = {}
 
     def tracked(B, S, steps):
-        """Return MemTracker's peak of the last of several steps at one size."""
+        """Return MemTracker's peak for the last step at one size."""
         with FakeTensorMode():
             module, ids = Step(), torch.zeros(B, S, dtype=torch.int64)
             optimizer = adamw(module.parameters())
@@ -73,5 +73,5 @@ def test_trace_of_a_step_against_memtracker(benchmark):
     benchmark.extra_info["seconds, MemTracker, one step"] = theirs
     benchmark.extra_info["ratio"] = theirs / ours
     benchmark.pedantic(traced, rounds=1)
-    if LAYERS == 12:  # with three layers, the fixed cost of symbols is half of the time
+    if LAYERS == 12:  # with three layers, symbols' fixed cost is half the time
         assert theirs / ours >= 0.8  # background load moves the ratio by a fifth

@@ -15,7 +15,7 @@ B, D = cg.dims("B D")
 
 
 def perceptron(ops):
-    """Layers of two ops, one of which has a weight."""
+    """Two-op layers with one weight each."""
     with cg.Graph("perceptron") as g:
         x = g.input("x", (B, D))
         for i in range(ops // 2):
@@ -25,7 +25,7 @@ def perceptron(ops):
 
 
 def residual(ops):
-    """Blocks of six ops with a weight each: gradients of the block input are accumulated."""
+    """Six-op blocks with a weight each: gradients of the block input are accumulated."""
     with cg.Graph("residual") as g:
         x = g.input("x", (B, D))
         for i in range(ops // 6):

@@ -14,7 +14,7 @@ from time import process_time
 
 
 def rate(call):
-    """Return calls per second of CPU time: the best of three runs of at least half a second."""
+    """Return calls per CPU second: the best among three runs lasting at least half a second."""
     rates = []
     for _ in range(3):
         done, start = 0, process_time()
@@ -26,7 +26,7 @@ def rate(call):
 
 
 def llm_analysis():
-    """A training step of Llama 7B on the eight H100 of one node, as in its own example."""
+    """A training step for Llama 7B on a node with eight H100, as in its own example."""
     from llm_analysis import analysis, config
 
     logging.disable(logging.CRITICAL)
@@ -47,7 +47,7 @@ def llm_analysis():
 
 
 def calculon(top):
-    """A training step of GPT-3 175B on 512 H100, compiled and run as by its command line."""
+    """A training step for GPT-3 175B on 512 H100, compiled and run as by its command line."""
     sys.path.insert(0, str(top))
     from calculon import System, io
     from calculon.llm import Llm

@@ -1,6 +1,6 @@
-"""Interleaved timing of functions, and the growth of a time with a size.
+"""Interleaved timing of functions, and how a time grows with a size.
 
-Times are in seconds of CPU time, so background load has little effect.
+Times are CPU seconds, so background load has little effect.
 """
 
 import gc
@@ -9,7 +9,7 @@ from time import process_time
 
 
 def once(function):
-    """Return the seconds of one call, after collecting the garbage of earlier calls."""
+    """Return the seconds that one call takes, after collecting earlier garbage."""
     gc.collect()
     start = process_time()
     function()
@@ -17,7 +17,7 @@ def once(function):
 
 
 def best(rounds, *functions):
-    """Return the best time of each function in seconds; interleaving spreads background load over all of them."""
+    """Return each function's best time in seconds; interleaving spreads background load evenly."""
     for function in functions:
         function()
     times = [[] for _ in functions]
@@ -30,7 +30,7 @@ def best(rounds, *functions):
 
 
 def growth(times):
-    """Return the exponent of the best-fitting power law: least squares of log time against log size."""
+    """Return the exponent in the best-fitting power law: least squares of log time against log size."""
     points = [(log(size), log(seconds)) for size, seconds in times.items()]
     x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)

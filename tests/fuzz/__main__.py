@@ -14,7 +14,7 @@ WHAT = ("programs", "chains", "ranks")
 
 
 def checks(names):
-    """Return the `check(rng)` of every fuzzer module."""
+    """Return each fuzzer module's `check(rng)`."""
     modules = {}
     for name in names:
         try:

@@ -18,7 +18,7 @@ B, S, D, F, H, K, L, V = cg.dims("B S D F H K L V")
 
 
 def a(*args, **named):
-    """The arguments of a call."""
+    """Call arguments."""
     return args, named
 
 
@@ -309,7 +309,7 @@ CLASSES = {
     "Max": lambda e: a(B, S),
     "Min": lambda e: a(B, S),
     **dict.fromkeys(("SGD", "Adam", "AdamW", "AdaGrad", "RMSProp", "Lion", "Adafactor", "Muon"), lambda e: a()),
-    # constructors of the result objects
+    # constructors for result objects
     "Report": _record(lambda e: e.report),
     "Compared": _record(lambda e: e.comparison.rows[0]),
     "Comparison": _record(lambda e: e.comparison),

@@ -58,7 +58,7 @@ class Chain:
         return any(name == "training_step" for name, _, _ in self.transforms)
 
     def point(self, graph: cg.Graph) -> dict[str, int]:
-        """Return the values of the free sizes of a graph."""
+        """Return values for a graph's free sizes."""
         return {name: size for name, size in self.sizes if name in _names(graph)}
 
 
@@ -256,7 +256,7 @@ def _facts(graph: cg.Graph) -> dict[str, Any]:
 
 
 def more_checkpointing_saves_no_more(chain: Chain) -> Iterator[str]:
-    """A checkpoint policy saves at most the bytes of no policy; checkpointing every second layer saves at most those of
+    """A checkpoint policy never saves more bytes than no policy, nor checkpointing every second layer more than
     every layer."""
     if not chain.is_step:
         return
@@ -301,7 +301,7 @@ def wrong(chain: Chain, invariants: tuple[Callable[[Chain], Iterator[str]], ...]
 
 
 def check(rng: random.Random) -> tuple[int, int, list[str]]:
-    """Return the number of drawn chains, the number refused, and the violations of the others."""
+    """Return how many chains were drawn, how many were refused, and the others' violations."""
     chain = draw(rng)
     violations = wrong(chain)
     return 1, int(violations is None), [str(chain), *violations] if violations else []

@@ -41,7 +41,7 @@ FORMULAS = [
     "+".join(f"1/(A+{i})" for i in range(1, 400)), "/".join(f"(A+{i})" for i in range(1, 100)),
 ]  # fmt: skip
 
-#: Values of unexpected types.
+#: Values with unexpected types.
 VALUES = [
     None, True, False, 0, -1, 1, 10**30, 10**5000, -(10**5000), 0.5, -0.0, float("nan"), float("inf"), float("-inf"),
     1e308, 1j, b"B", bytearray(b"1"), (), [], {}, set(), (1,), [None], {"a": 1}, object(), type, len, range(3),

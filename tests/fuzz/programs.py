@@ -151,7 +151,7 @@ class Program(nn.Module):
 
 
 class Live(TorchDispatchMode):
-    """Track the peak bytes of live storages."""
+    """Track the peak bytes in live storages."""
 
     def __init__(self, *held):
         super().__init__()

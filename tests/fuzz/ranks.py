@@ -1,4 +1,4 @@
-"""Invariants of random `parallelize` chains: degrees of one, sums over ranks, ZeRO stages, early binding of sizes."""
+"""Invariants of random `parallelize` chains: degree-1 axes, sums over ranks, ZeRO stages, early size binding."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def replaced(args, named, route, value):
 
 
 def amounts(found, depth=0):
-    """Yield every number of a result."""
+    """Yield every number in a result."""
     if isinstance(found, bool | str | bytes | None | cg.Graph | cg.Tensor | cg.Hardware | cg.DType) or depth > 4:
         return
     if isinstance(found, int | float | sympy.Expr):
@@ -163,7 +163,7 @@ def ask(name, e, function, args, named):
 
 
 def odd_call(name, rng, folder):
-    """Replace one or two arguments of a valid call; return its problem and a text of the call."""
+    """Replace one or two arguments in a valid call; return its problem and the call as text."""
     e = setting()
     e.folder = folder
     what, given = CALLS[name]

@@ -80,7 +80,7 @@ def test_hostile_values_in_nested_fields(name):
         outcome(cg.models.from_config, fields, about=(name, part, key))
 
 
-# -- small configs of large models -------------------------------------------------------------------------------------
+# -- small configs for large models ------------------------------------------------------------------------------------
 
 
 def test_irregular_layer_patterns_are_refused():

@@ -192,7 +192,7 @@ def test_graph_paths_without_file_are_refused(path):
 
 
 def kinds_of_keys(data):
-    """Return a path to one key of each kind of place, ignoring indices and names in the path."""
+    """Return a path to one key per kind of place, ignoring indices and names in the path."""
     routes_by_key = {}
     for route in places(data):
         if isinstance(route[-1], str):

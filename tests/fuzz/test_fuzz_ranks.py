@@ -1,4 +1,4 @@
-"""Ranks of random models and degrees: the invariants of `ranks.check` for fixed seeds, and further cases."""
+"""Ranks for random models and degrees: the `ranks.check` invariants with fixed seeds, and further cases."""
 
 from __future__ import annotations
 

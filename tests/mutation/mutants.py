@@ -52,7 +52,7 @@ _SKIPPED = ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr
 
 @dataclass(frozen=True)
 class Mutant:
-    """A single change of a module."""
+    """A single change to a module."""
 
     path: tuple[Step, ...]
     new: ast.AST
@@ -107,7 +107,7 @@ class _Finder:
     def below(
         self, node: ast.AST, path: tuple[Step, ...], place: _Place = _NOWHERE, owner: str = ""
     ) -> Iterator[Mutant]:
-        """Yield the mutants of all descendants of a node."""
+        """Yield the mutants below a node."""
         for field, value in ast.iter_fields(node):
             if field in _SKIPPED_FIELDS.get(type(node), ()):
                 continue
@@ -172,7 +172,7 @@ def _change(old: ast.AST, new: ast.AST, around: ast.AST) -> str:
 
 
 def _instead(node: ast.AST, around: ast.AST, field: str, place: _Place) -> Iterator[ast.AST]:
-    """Yield the replacements of a node."""
+    """Yield a node's replacements."""
     if field in {"test", "ifs"} and not isinstance(node, ast.Constant):
         yield ast.Constant(False)
         if not isinstance(around, ast.While):  # would never terminate

@@ -25,7 +25,7 @@ LONG = [
     *(f"tests/laws/test_law_{n}.py" for n in ("faults", "graphs", "layout", "ops", "order", "patterns", "transforms")),
 ]  # fmt: skip
 TESTS = ["tests", FEW_LAWS, *(f"--ignore={path}" for path in LONG)]
-# test files of modules without a test file of the same name
+# tests for modules without a same-named test file
 HOMES = {
     "ops/rules": ["einsum", "conv", "attention", "index", "reduce", "stated"],
     "ir/graph": ["attention"],
@@ -75,7 +75,7 @@ def say(text: str) -> None:
 
 
 def quiet() -> None:
-    """Discard the output of tests."""
+    """Discard test output."""
     null = os.open(os.environ.get("MUTLOG", os.devnull), os.O_RDWR | os.O_CREAT, 0o644)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -223,7 +223,7 @@ class Choice:
         return not mutant.function or (not reached and self.imports.issuperset(mutant.lines))
 
     def of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that run one of its lines: first the killers of neighbouring mutants, then the fast ones."""
+        """Return the tests that run a mutated line: first the killers of neighbouring mutants, then the fast ones."""
         where = self.lines if self.at_import(mutant) else mutant.lines
         tests = {t for n in where for t in self.lines.get(n, ())}
         if self.at_import(mutant):  # a test that reads a table runs no line of its module

@@ -52,7 +52,7 @@ class Exchange:
     def __init__(self, path: Path) -> None:
         self.path = path
         gc.unfreeze()  # conftest freezes live objects, which gc would not list
-        things = gc.get_objects()  # isinstance would call `__class__` of some objects
+        things = gc.get_objects()  # isinstance would access some objects' `__class__`
         self.functions = [f for f in things if type(f) is FunctionType and f.__code__.co_filename == str(path)]
         self.caches = [f for f in things if type(f) is _lru_cache_wrapper and f.__module__.startswith("costgraph")]
 
@@ -99,7 +99,7 @@ class Exchanging:
         return True
 
     def meet(self, mutant: Mutant, items: list[pytest.Item]) -> int:
-        """Run the tests of a mutant."""
+        """Run a mutant's tests."""
         if not self.exchange(mutant):
             return 4
         until = time.perf_counter() + self.limit
@@ -151,7 +151,7 @@ def imported(path: Path, mutant: Mutant, tests: list[str]) -> int:
 
 
 def outcome(status: int) -> str:
-    """Name the outcome of a mutant."""
+    """Name a mutant's outcome."""
     if status in (0, 5):  # 5: no test failed within the time limit
         return "survived" if status == 0 else "survived the limit"
     return "timeout" if status == -signal.SIGALRM else "not run" if status == 4 else "killed"
@@ -190,7 +190,7 @@ def run(
 
 
 def key_of(record: Any) -> tuple[str, str]:
-    """Return the key of a mutant, independent of its line number."""
+    """Return a mutant's key, independent of its line number."""
     return (record.code, record.change) if isinstance(record, Mutant) else (record["code"], record["change"])
 
 
@@ -220,7 +220,7 @@ def worth_of(records: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run the mutants of the given modules."""
+    """Run the given modules' mutants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="+", help="as in `rules` or `analysis/costs`")
     parser.add_argument("--every", type=int, default=1, help="each n-th mutant alone")

@@ -1,6 +1,6 @@
-"""The model of a raw record as a plain torch module, and its live bytes during a step or a forward pass.
+"""A raw record's model as a plain torch module, and its live bytes during a step or a forward pass.
 
-Facts are the fields of a row: sizes, optimizer, precision, dropout, attention and checkpoint.
+Facts are a row's fields: sizes, optimizer, precision, dropout, attention and checkpoint.
 """
 
 import weakref

@@ -43,9 +43,9 @@ def graph_of(row, device, held=True):
 
 @cache
 def uncounted(row, device):
-    """Return the matmul FLOPs that torch's counter misses: on a CPU those of scaled_dot_product_attention.
+    """Return the matmul FLOPs that torch's counter misses: on a CPU, those in scaled_dot_product_attention.
 
-    They are the FLOPs of the attention kernel's scope.
+    They are the FLOPs in the attention kernel's scope.
     """
     fused = row.facts["fused_attention"] if is_model(row) else row.name in ("sdpa", "sdpa_decode")
     if device == "cuda" or not fused:
@@ -63,7 +63,7 @@ def counted(row, device):
 
 
 def parameters(row, device):
-    """Return the number of parameters of a step's model."""
+    """Return the parameter count of a step's model."""
     graph, sizes = graph_of(row, device)
     return cg.param_count(graph, **sizes)
 
@@ -163,7 +163,7 @@ def hardware_of(record):
 
 
 def cache_bytes(record):
-    """Return the bytes of the last-level cache: the larger of the device's and the file's figure."""
+    """Return the last-level cache bytes: the device's or the file's figure, whichever is larger."""
     table = hardware_of(record).tables.get("cache", {})
     stated = [int(table[key].value) for key in ("l2", "l2_reported_by_driver", "last_level") if key in table]
     return max([*stated, record.environment.get("l2_bytes", 0)])

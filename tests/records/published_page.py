@@ -82,7 +82,7 @@ def ratio(value):
 
 
 def table(found):
-    """Yield a table of families by device."""
+    """Yield a table with families by device."""
     yield line(["family", "device", "records", "predicted", "below the bound", "p10", "median", "p90"])
     yield line(["---"] * 8)
     for g in found.rows:
@@ -104,7 +104,7 @@ def subjects(found):
 
 
 def tiles(given):
-    """Return the 128 x 128 tiles of a matmul result, or of a convolution's implicit matmul, and how full they are;
+    """Return the 128 x 128 tiles in a matmul result, or in a convolution's implicit matmul, and how full they are;
     else None."""
     if given.get("op") == "gemm" and "M" in given:
         rows, columns = given["M"], given["N"]
@@ -180,7 +180,7 @@ def totals(found):
 
 
 def page(found):
-    """Return the text of the page."""
+    """Return the page as Markdown."""
     below = [row for row in found.records if row.violated]
     parts = [HEAD.format(count=len(found.records)), "\n## Limits\n"]
     parts += [f"- {'holds' if limit.holds else '**fails**'}: {limit}." for limit in found.limits]

@@ -16,7 +16,7 @@ OPTIMIZERS = {
     "adamw-foreach": cg.AdamW(implementation="foreach"),
     "adamw-fused": cg.AdamW(implementation="fused"),
 }
-#: Dtype of the declaration and precision policy of the step; bf16 means pure bf16, including optimizer state.
+#: The declaration's dtype and the step's precision policy; bf16 means pure bf16, including optimizer state.
 PRECISIONS = {"fp32": ("fp32", None), "bf16": ("bf16", None), "bf16-mixed": ("fp32", "bf16-mixed")}
 
 

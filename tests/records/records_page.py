@@ -127,7 +127,7 @@ def section(record):
 
 
 def page():
-    """Return the text of the page."""
+    """Return the page as Markdown."""
     workspaces = "\n".join(f"- {name}: {why};" for name, why in predictions.WORKSPACES.items())
     parts = [text for record in raw_records() for text in section(record)]
     workspaces += f"\n- any result of 10 MiB or more: {predictions.WHOLE}."

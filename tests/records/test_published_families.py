@@ -162,7 +162,7 @@ def test_decode_step_reads_the_weights(measured):
 
 def test_mixed_quantization_decode_reads_the_file_size(measured):
     row = predict(one_of(measured, "decode", model="llama-3-8b", weights="Q4_K_M", new_tokens=512), LAST)
-    # a published file of 4,920,734,272 bytes has a 4.5-bit embedding, of which one row is read
+    # a published file with 4,920,734,272 bytes has a 4.5-bit embedding, from which one row is read
     read = 4_920_734_272 - 128256 * 4096 * 4.5 / 8
     device = cg.load_hardware(row.record.device)
     assert row.bound == pytest.approx(read / float(device.bandwidth), rel=0.01)
@@ -185,7 +185,7 @@ def test_tp_rank_reads_its_weight_shard_and_waits_for_collectives(measured, weig
     # the head stays as it is; norms, caches and activations are a few thousandths
     read = [(share * layers + 2 * D * V) / ranks / float(a100.bandwidth) for share in (least, most)]
     assert read[0] <= row.bound <= 1.01 * read[1]
-    # two all-reduces per layer and one for the embedding, of 16 KiB each, up and down a tree of three levels
+    # two all-reduces per layer and one for the embedding, 16 KiB each, up and down a three-level tree
     wait = (2 * L + 1) * 2 * 3 * float(a100.tables["interconnect"]["latency"])
     assert row.estimate - row.bound == pytest.approx(wait, rel=0.15)
 
@@ -230,7 +230,7 @@ def test_decode_memory_by_hand(measured, quantity):
     assert row.bytes == pytest.approx(row.peak, rel=0.03)
 
 
-# -- training steps of other libraries ---------------------------------------------------------------------------------
+# -- other libraries' training steps -----------------------------------------------------------------------------------
 
 
 def test_fsdp_rank_holds_its_shard_of_the_states(measured):
@@ -374,7 +374,7 @@ HOSTILE = [None, True, -1, 0, 10**400, 1.5, "", "x" * 10**4, "int4", "bool", "mx
 )
 def test_hostile_inputs_are_listed(measured, family):
     record = next(r for r in measured if r.family == family and predict(r, LAST).reason == "")
-    # a step takes long to derive: a third of the values of each fact
+    # steps are slow to derive: test a third of each fact's values
     every = 3 if FAMILIES[family].subject not in ("products", "streams") else 1
     for i, key in enumerate(record.inputs):
         for value in HOSTILE[i % every :: every]:

@@ -29,7 +29,7 @@ from costgraph.torch.validation_programs import (
 )
 
 MIB = 2**20
-#: cuBLAS workspaces of two threads, up to Ada: two blocks of 4 MiB and eight of 16 KiB each.
+#: cuBLAS workspaces for two threads, up to Ada: two 4 MiB blocks and eight 16 KiB blocks each.
 THREADS = 2 * (2 * 4 * MIB + 8 * 16 * 2**10)
 
 
@@ -54,8 +54,8 @@ def matrices(count, rows, columns, element):
 @pytest.mark.parametrize("device", ["a100-80-sxm", "h100-sxm"])
 def test_layer_norm_peak_by_hand(peaks, device):
     row = peaks("layer_norm", N=2048, device=device)
-    # x, its gradient, that of y, y, and a new gradient of x; two parameters of 8 KiB, their alternate forms, their
-    # gradients, and new ones; mean and deviation of 4096 rows
+    # x, its gradient, y, its gradient, and a new gradient for x; two 8 KiB parameters, their alternate forms, their
+    # gradients, and new ones; mean and deviation for 4096 rows
     assert row.peak == matrices(5, 4096, 2048, 4) + 8 * 2048 * 4 + 2 * 4096 * 4
     assert row.bytes == row.peak
 

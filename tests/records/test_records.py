@@ -12,7 +12,7 @@ from raw_records import FACTS, Row, raw_records
 
 RECORDS = raw_records()
 records = pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.path.stem)
-#: A plain run checks every fifth row of a model; as there are twelve variants in turn, this covers all of them.
+#: A plain run checks every fifth model row, which covers all twelve alternating variants.
 nth = pytest.mark.parametrize("nth", [5, pytest.param(1, marks=pytest.mark.long)])
 VARIANT = ("optimizer", "precision", "dropout", "fused_attention", "checkpoint")
 

@@ -1,6 +1,6 @@
-"""The declared model of the records against the same model in torch: exact, except for named differences.
+"""The records' declared model against the same model in torch: exact, except for named differences.
 
-Fake tensors give every storage of a step without computing; the profiler measures a real step.
+Fake tensors give every storage in a step without computing; the profiler measures a real step.
 """
 
 import pytest
@@ -62,7 +62,7 @@ def wide_masks(facts):
     if not facts["dropout"] or facts["checkpoint"]:
         return 0
     squares, rows = facts["b"] * facts["h"] * facts["s"] ** 2, facts["b"] * facts["s"] * facts["d"]
-    return facts["layers"] * (squares + 2 * rows)  # 2 bytes instead of 1
+    return facts["layers"] * (squares + 2 * rows)  # 2 bytes, not 1
 
 
 def random_states(facts):

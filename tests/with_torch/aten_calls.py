@@ -27,7 +27,7 @@ class Seen:
 
 
 class Calls(TorchDispatchMode):
-    """Query the rule of every aten op that is not a view; `missing` collects the names of ops without a rule."""
+    """Query the rule for every aten op that is not a view; `missing` collects the op names without a rule."""
 
     def __init__(self, strict: bool = True) -> None:
         super().__init__()
@@ -68,12 +68,12 @@ class Calls(TorchDispatchMode):
             self.missing[str(func)] = str(error)
 
     def total(self, kind: str) -> int:
-        """Return the sum of one kind of FLOPs over all calls."""
+        """Return one kind of FLOPs, summed over all calls."""
         amounts = (getattr(s.counts, kind) for s in self.seen)
         return number(total(s.counts.matmul if a is None else a for a, s in zip(amounts, self.seen, strict=True)))
 
     def of(self, name: str) -> Seen:
-        """Return the single call of an op."""
+        """Return an op's single call."""
         (call,) = (s for s in self.seen if s.call.name == name)
         return call
 

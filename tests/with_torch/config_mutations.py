@@ -1,4 +1,4 @@
-"""Mutations of small configs, and the parameters and FLOPs of the modules that transformers builds from them.
+"""Mutated small configs, and parameters and FLOPs for the modules that transformers builds from them.
 
 Shared parameters count once; torch's counter gives the FLOPs.
 """
@@ -140,7 +140,7 @@ WORDS = [*ACTIVATIONS, *(f"gated-{a}" for a in ACTIVATIONS), "banana", "", "auto
 
 
 def values_for(value: Any) -> list[Any]:
-    """Return replacement values of a field: of its type, edge cases, and other types."""
+    """Return replacement values for a field: with its type, edge cases, and other types."""
     plain = [None, True, False, 0, 1, 2, 3, 5, -1, 0.5, "banana", [], {}]
     if isinstance(value, bool):
         return [not value, None, 0, 1, 2, "true", "", [], 0.5]

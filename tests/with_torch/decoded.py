@@ -22,7 +22,7 @@ def _module(graph, parameters=None, **sizes):
 
 
 def _appended(graph):
-    """Return the axis of each growing cache, by the start of its name in the module."""
+    """Return each growing cache's axis, keyed by its name prefix in the module."""
     axes = {}
     for op in graph.walk():
         if op.kind.name == "append":

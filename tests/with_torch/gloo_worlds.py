@@ -46,7 +46,8 @@ class Log(TorchDispatchMode):
 
 
 def part(array, dims, numbers, degrees, rank):
-    """Return a rank's shard of a tensor; an axis is split into (n0, mesh axis, n1, ...), of which it has one index."""
+    """Return a rank's shard; an axis is split into (n0, mesh axis, n1, ...), and a rank has one index along the mesh
+    axis."""
     for i, factors in enumerate(dims):
         if factors:
             shape = [degrees[f] if isinstance(f, str) else numbers(f) for f in factors]
@@ -57,7 +58,7 @@ def part(array, dims, numbers, degrees, rank):
 
 
 def places(sharded, module):
-    """Return the placement of each tensor of a module, by its torch name."""
+    """Return each tensor's placement in a module, by its torch name."""
     found, names = {}, Leaves(sharded)._names
     for t in (t for g in sharded.bodies() for t in g.tensors if t.name in names and t.producer is None):
         dims = sharded.sharding.places[t.name].dims[t.storage.pieces :]

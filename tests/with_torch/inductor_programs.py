@@ -145,7 +145,7 @@ def _as_for_a_gpu():
 
 
 def kernels(name):
-    """Return the bytes of each loop kernel that inductor makes of a program."""
+    """Return the bytes for each loop kernel that inductor generates for a program."""
     from torch._inductor import scheduler
 
     class Scheduled(Exception):  # noqa: N818  # no error

@@ -47,7 +47,7 @@ def sources(graph, module):
 
 
 def both(graph, point, functions=None):
-    """Return the outputs of the lowered graph and of the interpreter for the same values."""
+    """Return the outputs from the lowered graph and the interpreter for the same values."""
     with exact():
         module = lower(graph, functions=functions, **point)
         inputs = [x.abs().clamp(0.5, 2) if x.is_floating_point() else x for x in random_inputs(graph, **point)]
@@ -59,7 +59,7 @@ def both(graph, point, functions=None):
 
 
 def held(graph, run):
-    """Return masks of the defined elements of each output."""
+    """Return masks with each output's defined elements."""
     out = []
     for t, b in zip(graph.outputs, run.outputs, strict=True):
         mask = np.ones(b.shape, dtype=bool)

@@ -11,9 +11,9 @@ CPU = torch.device("cpu")
 
 
 def shortly(patch):
-    """Run each calibration probe once, with small matmuls and the working sets of a small cache.
+    """Run each calibration probe once, with small matmuls and working sets for a small cache.
 
-    The rates are meaningless; such a calibration only tests the structure of its output.
+    The rates are meaningless; such a calibration only tests the output's structure.
     """
     run, products_of = calibration.timed, calibration.products
 
@@ -66,6 +66,6 @@ def products(m, k, n, dtype="fp32"):
 
 
 def fastest(call, least=7, budget=0.4):
-    """Return the seconds of the fastest of many runs."""
+    """Return the fastest run's seconds."""
     with torch.no_grad():
         return timed(call, CPU, least=least, most=10**5, budget=budget).min

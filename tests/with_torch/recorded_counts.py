@@ -18,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RECORD = HERE / "recorded" / "counts.json"
-#: Families of modules, and the test modules whose `counted` counts each of their `VARIANTS` with torch.
+#: Module families, and the test modules whose `counted` counts their `VARIANTS` with torch.
 FAMILIES = {"dense": "test_zoo_dense", "moe": "test_zoo_moe"}
 
 Counts = tuple[int, int]

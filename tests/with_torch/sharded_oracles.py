@@ -83,8 +83,8 @@ def trained(
 
 
 def layouts(sequence: bool, loss: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the layouts of torch's tensor parallelism tutorial, with sequence parallelism and a loss of sharded
-    logits."""
+    """Return the layouts in torch's tensor parallelism tutorial, with sequence parallelism and a sharded-logits
+    loss."""
     activations = Shard(1) if sequence else Replicate()
     last = {"output_layouts": Shard(-1) if loss else Replicate(), "use_local_output": not loss}
     model = {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=activations),
@@ -183,7 +183,7 @@ def experts(seen: Seen) -> Answer:
 
 
 def dropless(seen: Seen) -> Answer:
-    """Two experts of 4 ranks for each of 64 tokens: rows are dispatched to their experts and combined."""
+    """64 tokens with two experts each on 4 ranks: rows are dispatched to their experts and combined."""
     tokens, chosen, width = 64, 2, EXPERTS["M"]
     rows, splits = torch.randn(tokens * chosen, width, requires_grad=True), [tokens * chosen // 4] * 4
     send = dist._functional_collectives.all_to_all_single_autograd
@@ -243,7 +243,7 @@ def heads(seen: Seen) -> Answer:
     return {"collectives": seen.table()}
 
 
-#: Programs, and their numbers of ranks.
+#: Programs, and their world sizes.
 PROGRAMS = {
     "tensor": (4, tensor),
     "tensor, loss parallel": (4, partial(tensor, loss=True)),

@@ -13,7 +13,7 @@ SIZES = {"B": 4, "S": 4, "D": 8, "F": 16, "H": 4, "G": 4, "K": 2, "L": 2, "V": 1
 
 @dataclass(frozen=True)
 class Case:
-    """A step, the graph of one of its ranks, and its sizes."""
+    """A step, one rank's graph, and its sizes."""
 
     graph: object
     sharded: object

@@ -1,4 +1,4 @@
-"""FLOPs of aten ops against torch's counter or, where it has no formula, against a count of index points."""
+"""Aten op FLOPs against torch's counter or, where it has no formula, against a count of index points."""
 
 import re
 from functools import partial
@@ -34,7 +34,7 @@ def counted(program):
 
 
 def backward_of(function, *operands):
-    """Return the forward and backward pass of a function of several operands."""
+    """Return a function's forward and backward pass."""
     return lambda: function(*operands).sum().backward()
 
 

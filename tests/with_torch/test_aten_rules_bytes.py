@@ -11,11 +11,11 @@ from torch.nn import functional
 import costgraph as cg
 from costgraph.torch import lower, trace
 
-V, D, N = 13, 5, 7  # rows of a table, their size, the number of lookups
+V, D, N = 13, 5, 7  # table rows, row size, number of lookups
 
 
 def moved(program, name):
-    """Return the bytes read of each tensor argument and written of each result, None for all bytes."""
+    """Return the bytes read per tensor argument and written per result, None for all bytes."""
     seen = calls_of(program).of(name)
     for amounts, tensors in ((seen.counts.reads, seen.call.operands), (seen.counts.writes, seen.call.results)):
         assert amounts is None or len(amounts) == len(tensors)
@@ -62,7 +62,7 @@ def test_lookup_reads_only_selected_rows(name):
 
 
 CHANGES = {
-    # name of the op, bytes read of self, indices and values, bytes written, FLOPs
+    # op name, bytes read from self, indices and values, bytes written, FLOPs
     "index_put_": (
         lambda: table().index_put_((ids(N),), torch.rand(N, D)), "index_put", [0, 8 * N, 4 * N * D], 4 * N * D, 0,
     ),
@@ -156,7 +156,7 @@ def test_gradients_do_not_read_operands_used_for_their_shape():
 
 
 class Updated(torch.nn.Module):
-    """Parameters of several sizes, and their sum."""
+    """Parameters with several sizes, and their sum."""
 
     def __init__(self):
         super().__init__()

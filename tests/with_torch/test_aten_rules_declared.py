@@ -1,4 +1,4 @@
-"""The rules of torch kernels give the costs of the library's declarations of the same computations."""
+"""Rules for torch kernels give the same costs as the library's declarations."""
 
 import pytest
 
@@ -18,7 +18,7 @@ R, N = 7, 11
 
 
 def declared(build, *phases):
-    """Return the FLOPs by kind in some phases of a declared graph, or of the scope `kernel`."""
+    """Return a declared graph's FLOPs by kind in some phases, or in the scope `kernel`."""
     with cg.Graph("g") as g:
         with cg.scope("kernel"):
             result = build(g)
@@ -33,7 +33,7 @@ def _names(t):
 
 
 def traced(program, *names):
-    """Return the FLOPs by kind of the named aten ops of a program."""
+    """Return the FLOPs by kind in a program's named aten ops."""
     with Calls() as calls:
         program()
     calls.seen = [s for s in calls.seen if s.call.name in names]

@@ -105,7 +105,7 @@ def test_nearest_interpolation_is_a_copy():
 
 def test_antialiased_downsampling_uses_wider_windows():
     x = rand(1, 1, 12, 12)
-    # a window of twice the scale on either side of a centre: at most 2 * ceil(2) + 1 neighbours
+    # a window twice the scale on either side of the centre: at most 2 * ceil(2) + 1 neighbours
     across, down = 12 * 6, 6 * 6
     program = lambda: functional.interpolate(x, size=6, mode="bilinear", antialias=True)  # noqa: E731  # one of two places
     assert flops_of(program, "_upsample_bilinear2d_aa") == 2 * 5 * (across + down)
@@ -177,7 +177,7 @@ def test_lstm_flops_are_its_matmuls_at_every_step(layers, directions):
     points = 0
     for layer in range(layers):
         width = I if layer == 0 else directions * H
-        points += directions * T * B * 4 * H * (width + H)  # four gates, of input and state
+        points += directions * T * B * 4 * H * (width + H)  # four gates, for input and state
     x = rand(T, B, I)
     calls = calls_of(lambda: lstm(x)[0].sum().backward())
     assert calls.total("matmul") == 3 * 2 * points  # forward, and the gradients of operands and weights

@@ -66,7 +66,7 @@ def test_attained_rates_are_the_peaks_without_a_datasheet(tmp_path):
     assert hardware.bandwidth.value == 30 * 10**9  # the fastest beyond twice the cache
     assert hardware.rate("fp32").value == 100_130_000_000  # rounded up to five digits
     assert hardware.rate("bf16").value == 201 * 10**9
-    assert hardware.rate("bf16", "vector").value == 100_130_000_000  # the units of fp32 matmuls
+    assert hardware.rate("bf16", "vector").value == 100_130_000_000  # the fp32 matmul units
     assert hardware.memory.value == hardware.capacity(measured=True).value == PLACE["memory_bytes"]
     assert hardware.tables["cache"]["last_level"].value == 32 * MIB
     assert hardware.tables["attained"]["launch"].value == Fraction(25, 10**7)
@@ -164,7 +164,7 @@ def test_unwritable_paths_are_refused(path, text, tmp_path, monkeypatch):
     assert str(error.value) == text
 
 
-# -- the fastest of several runs ---------------------------------------------------------------------------------------
+# -- fastest among several runs ----------------------------------------------------------------------------------------
 
 
 def test_faster_takes_the_higher_of_each_rate():

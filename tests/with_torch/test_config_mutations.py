@@ -94,7 +94,7 @@ def known(name, *changes):
 COUNTS = ("n_layer", "num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "first_k_dense_replace")
 
 
-#: One architecture per kind of config: the heads do not depend on the number of layers.
+#: One architecture per kind of config: the heads do not depend on the layer count.
 COUNTED = {repr(given): name for name, given in reversed(FILES.items()) if not given[1].keys().isdisjoint(COUNTS)}
 
 
@@ -152,7 +152,7 @@ def test_every_model_type_has_defaults():
 # -- small configs -----------------------------------------------------------------------------------------------------
 
 
-#: The first architecture of each kind of config. Others differ by their head, which `test_a_changed_file` covers.
+#: The first architecture for each kind of config. Others differ by their head, which `test_a_changed_file` covers.
 KINDS = {repr(given): name for name, given in reversed(FILES.items())}
 
 

@@ -24,7 +24,7 @@ from costgraph.torch import trace  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-#: The peak of each case, and the number of buckets of each size in a step.
+#: Each case's peak, and the number of buckets per size in a step.
 RECORDED = {
     "copied": (5_308_836, {919_808: 1}),
     "viewed": (5_308_836, {919_808: 1}),
@@ -57,7 +57,7 @@ def step_of(kind, length, parts):
 
 
 def rank_of(kind, length, parts, each, options):
-    """Return the graph of one rank of a step."""
+    """Return one rank's graph for a step."""
     step = step_of(kind, length, parts)
     inputs = [t.name for t in step.tensors if t.producer is None and t.role == "input"]
     places = dict.fromkeys(inputs, ("m " if parts > 1 else "") + "(b dp) s")
@@ -78,7 +78,7 @@ def test_ddp_buckets_and_peak_equal_torchs(name):
     assert {size: held[size] // size for size in held} == {n: k // (parts if each else 1) for n, k in sizes.items()}
     sent = cg.communication(rank).filter(phase="backward")
     assert sum(m.messages for m in sent) == sum(sizes.values())
-    # in a ring of two ranks, each rank sends the bytes of the buffer
+    # in a ring with two ranks, each rank sends the buffer's bytes
     assert sent.total() == sum(size * times for size, times in sizes.items())
 
 

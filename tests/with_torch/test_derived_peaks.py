@@ -1,4 +1,4 @@
-"""Peaks of derived backward passes equal those of traced steps and the allocator, for every gradient and layout."""
+"""Derived backward passes have the same peaks as traced steps and the allocator, for every gradient and layout."""
 
 from itertools import combinations
 
@@ -215,7 +215,7 @@ def test_derived_backward_peak_equals_trace_and_allocator(name, layout, end):
         assert derived == pytest.approx(traced, rel=0.01)
 
 
-#: Bytes of the RNG states, seeds and scalars of a small step.
+#: Bytes for the RNG states, seeds and scalars in a small step.
 ROUNDING = 256
 
 

@@ -1,4 +1,4 @@
-"""Folded traces against traces of models with other numbers of blocks."""
+"""Folded traces against traces with other numbers of blocks."""
 
 from collections import Counter
 from fractions import Fraction
@@ -35,7 +35,7 @@ def answers(g, **sizes):
 
 
 def held_to(make, scope, traced, others, points):
-    """Assert that the fold of one trace equals the trace at any other number of blocks."""
+    """Assert that one trace's fold equals the trace at any other number of blocks."""
     folded = cg.fold(make(traced), scope, "L")
     least, formula = cg.timeline(folded).holds_from.get("L", 1), cg.peak_memory(folded)
     assert "L" not in folded.defaults
@@ -191,7 +191,7 @@ def test_folded_trace_survives_save_and_load(tmp_path):
     assert answers(cg.load(tmp_path / "g.json"), L=7, B=3) == answers(folded, L=7, B=3)
 
 
-# -- models of transformers --------------------------------------------------------------------------------------
+# -- transformers models -----------------------------------------------------------------------------------------------
 
 
 class Loss(nn.Module):
@@ -234,7 +234,7 @@ def test_folded_language_model_equals_other_depths():
         return trace(Loss(built(name, n).eval()), IDS, dims=[("B", "S")])
 
     folded = held_to(forward, SCOPES[name], 4, (5,), POINTS["BS"])
-    found = cg.fold(forward(4))  # by the paths of the trace
+    found = cg.fold(forward(4))  # by the trace's paths
     for question in (cg.flops, cg.bytes_moved, cg.param_count):
         assert question(found) == question(folded)
     assert cg.peak_memory(found, L=5, **POINTS["BS"][0]) == cg.peak_memory(folded, L=5, **POINTS["BS"][0])

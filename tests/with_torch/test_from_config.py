@@ -22,7 +22,7 @@ DECODER = {
 CLASSES = {
     "StableLmForCausalLM": DECODER,
     "GraniteForCausalLM": DECODER,
-    "Cohere2ForCausalLM": DECODER | {"head_dim": 16, "num_hidden_layers": 17},  # three of four layers have a window
+    "Cohere2ForCausalLM": DECODER | {"head_dim": 16, "num_hidden_layers": 17},  # three in four layers have a window
     "GPTNeoXForCausalLM": DECODER,
     "OPTForCausalLM": DECODER | {"ffn_dim": 80, "word_embed_proj_dim": 64},
     "BertLMHeadModel": DECODER | {"is_decoder": True},

@@ -132,7 +132,7 @@ def test_rank_peak_equals_fully_shard_to_the_byte():
     rank = sharded(cg.mesh(dp=4), reshard_root=True)
     assert sent(rank) == [689_856, 689_856, 689_856]
     assert cg.peak_memory(rank) == 2_713_956
-    # units of 164,352 bytes, and the root of 262,400: as many collectives of each
+    # units with 164,352 bytes, and the root with 262,400: as many collectives each
     whole = [m.bytes for m in cg.communication(rank).filter(phase="backward", collective="reduce_scatter")]
     assert whole == [164_352] * 4 + [262_400]
 

@@ -1,4 +1,4 @@
-"""Kernels of `fuse` against those of torch's inductor for the same programs."""
+"""`fuse`'s kernels against torch inductor's for the same programs."""
 
 import json
 from collections import defaultdict

@@ -105,7 +105,7 @@ CASES = [
     ("gelu_backward", [MATRIX, MATRIX], lambda g, x: aten.gelu_backward(g, x)),
     ("binary_cross_entropy_with_logits", [MATRIX, MATRIX], lambda x, y: aten.binary_cross_entropy_with_logits(x, y)),
 ]  # fmt: skip
-#: Autograd makes the operands of the first contiguous; only the gradient of `cdist` calls the second.
+#: Autograd makes the first one's operands contiguous; only the gradient of `cdist` calls the second.
 ELSEWHERE = {"native_group_norm_backward", "_cdist_backward"}
 
 

@@ -49,7 +49,7 @@ def test_tensor_names_may_clash_with_module_names():
         a = g.param("a", (2,))
         with cg.scope("a"):
             b = g.param("b", (2,))
-        with cg.scope("train"):  # also a method of nn.Module
+        with cg.scope("train"):  # also an nn.Module method
             c = g.param("float", (2,))
         g.output(a + b + c + g.param("a.b", (2,)))
     module = lower(g)

@@ -73,7 +73,7 @@ def test_convolutions_and_their_gradients(bias):
         y = cg.conv(x, "b c h w -> b o h w", window=(3, 3), stride=2, padding=1, bias=bias, o=O)
         g.output(cg.reduce(y, "b o h w -> ", "mean"))
     back = cg.backward(g)
-    # the gradient of the mean is expanded: three products of the same size
+    # the mean's gradient is expanded: three equal-size products
     dims = {"B": 2, "C": 3, "N": 11, "O": 5}
     assert counted(g, **dims) == cg.matmul_flops(g, **dims) == 2 * 2 * 5 * 6 * 6 * 3 * 9
     assert counted(back, **dims) == cg.matmul_flops(back, count="full", **dims) == 3 * cg.matmul_flops(g, **dims)

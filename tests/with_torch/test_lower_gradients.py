@@ -23,7 +23,7 @@ def of_autograd(module, names, inputs):
         x.requires_grad_(x.is_floating_point())
     try:
         module(*inputs.values()).backward()
-    except RuntimeError as refused:  # torch has no gradients of indices or of freed tensors
+    except RuntimeError as refused:  # torch has no gradients for indices or freed tensors
         texts = ("out=", "does not require grad", "modified by an inplace operation")
         assume(not any(text in str(refused) for text in texts))
         raise

@@ -80,7 +80,7 @@ def test_peak_of_checkpointed_steps(policy):
 
 
 def test_storages_are_freed_after_their_last_use():
-    """Ten layers of one matrix: two of them live at a time, not eleven."""
+    """Ten layers with one matrix each: two activations live at a time, not eleven."""
     B, D, L = cg.dims("B D L")
     with cg.Graph("g") as g:
         g.output(cg.repeat(L, lambda x: cg.relu(x @ g.param("w", (D, D))), g.input("x", (B, D))))

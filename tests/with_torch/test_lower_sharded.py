@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def ran(folder, *arguments):
-    """Return the results of the real ranks and of the per-rank graphs."""
+    """Return the results from the real ranks and the per-rank graphs."""
     paths = [str(Path(cg.__file__).parent.parent), str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     process = subprocess.run(
@@ -48,7 +48,8 @@ def large_world(tmp_path_factory):
 
 
 def agree(derived, ranks, name, columns=3):
-    """Assert that every rank has its shard of the unsharded values, with as many collectives of about as many bytes."""
+    """Assert that every rank has its shard of the unsharded values, with as many collectives and about as many
+    bytes."""
     reports = [rank[name] for rank in ranks if name in rank]
     assert len(reports) >= 2
     assert all(rank["error"] < 1e-9 for rank in reports), reports
@@ -91,7 +92,7 @@ def sharded():
 
 @pytest.fixture
 def mesh():
-    """Make meshes of a world of four with no other processes."""
+    """Make meshes in a fake world with four ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -106,7 +106,7 @@ def test_remaining_bytes_are_counted_without_a_return_value():
 
 def test_addresses_of_earlier_sessions_are_ignored():
     tensors = [torch.ones(5000)]
-    peak_of(lambda: tensors.append(torch.ones(5000)))  # the profiler remembers the addresses of these
+    peak_of(lambda: tensors.append(torch.ones(5000)))  # the profiler remembers their addresses
     tensors.clear()
     old = [torch.ones(3001) for _ in range(9)]  # they may get the same addresses, unseen by the profiler
 
@@ -350,7 +350,7 @@ def test_cuda_by_hand():
         return r @ b
 
     measurement = measure(chain)
-    # h and r, then r and y: two of 4nn, one of which is returned; all are whole blocks of 512 B
+    # h and r, then r and y: two tensors with 4nn bytes, one returned; all are whole 512 B blocks
     assert (measurement.peak, measurement.left) == (8 * n * n, 4 * n * n)
     assert measurement.flops == 4 * n**3
     # 500 TFLOP/s is beyond any plain fp32 matmul: without synchronization the time would be shorter

@@ -46,7 +46,7 @@ WHOLE = {"Mixtral", "Phi3", "Bert"}
 def test_traced_step_on_dp_and_tp_ranks_keeps_its_values(name):
     step = cg.training_step(traced(name, 1), loss="cross_entropy", optimizer=cg.SGD())
     for zero in (0, 3):
-        # Mixtral sorts the rows of all ranks
+        # Mixtral sorts rows across ranks
         rank = cg.parallelize(step, dp=2, tp=2, zero=zero, strict=name != "Mixtral")
         testing.check_sharded(step, rank, B=2, S=2)
         each, whole = (cg.matmul_flops(g, B=2, S=4) for g in (rank, step))
@@ -101,7 +101,7 @@ def test_router_named_gate_is_replicated():
 
 @pytest.mark.parametrize("made", ["empty", "ones", "view"])
 def test_empty_tensors_inherit_the_placement_of_their_slices(made):
-    """Each rank has its own sequences of a tensor written slice by slice, such as the keys of DeepSeek-V2."""
+    """Each rank has its own sequences in a tensor written slice by slice, such as DeepSeek-V2's keys."""
 
     class Joined(torch.nn.Module):
         def __init__(self):

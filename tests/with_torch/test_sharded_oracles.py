@@ -20,7 +20,7 @@ import costgraph as cg
 HERE = Path(__file__).parent
 RECORD = json.loads((HERE / "sharded_oracles.json").read_text(encoding="utf-8"))
 SIZES, L = RECORD["sizes"], RECORD["sizes"]["L"]
-P = 4 * 229_952  # bytes of all parameters, of a layer, and of the rest
+P = 4 * 229_952  # bytes in all parameters, in a layer, and in the rest
 LAYER, REST = 4 * 41_088, 4 * 65_600
 X, ROW = 4 * 2 * 32 * 64, 4 * 2 * 32  # an activation between layers (B, S, D), a number per position (B, S)
 
@@ -75,8 +75,8 @@ def test_tensor_parallel_collectives_match_dtensor():
         # a loss of sharded logits: a maximum, a sum, and the target's logit at each position, where the derived graph
         # averages over positions before it reduces a scalar
         ("forward", "all_reduce", 4, ROW): 1,
-        # DTensor reduces the input gradients of q, k and v separately, as well as those of gate and up; the derived
-        # graph adds them before the reduction, like Megatron
+        # DTensor reduces the input gradients for q, k and v separately, and so for gate and up; the derived graph adds
+        # them before the reduction, like Megatron
         ("backward", "all_reduce", 4, X): (3 - 1) * L + (2 - 1) * L,
     }
 
@@ -89,13 +89,12 @@ def test_sequence_parallel_collectives_match_dtensor(hold):
     # the gathered forward activations are saved, like torch's, or gathered again, like Megatron's
     again = {} if hold else {("backward", "all_gather", 4, X): 2 * L + 1}
     assert ours - torchs == again | {
-        # each rank has a shard of the sequence, so the gradients of norm weights are reduced once they are complete
+        # each rank has a sequence shard, so norm weight gradients are reduced once they are complete
         ("backward", "all_reduce", 4, 4 * SIZES["D"]): 2 * L + 1,
         ("forward", "all_reduce", 4, 4): 1,  # the loss, as above
     }
     assert torchs - ours == {
-        # DTensor leaves the gradients of norm weights as partial sums, and each of three foreach AdamW ops reduces them
-        # again
+        # DTensor leaves norm weight gradients as partial sums, and three foreach AdamW ops each reduce them again
         ("optimizer", "all_reduce", 4, 4 * SIZES["D"]): 3 * (2 * L + 1),
         ("forward", "all_reduce", 4, ROW): 1,
     }
@@ -105,12 +104,12 @@ def test_saved_gathered_activations_are_not_regathered():
     key = ("backward", "all_gather")
     ours, torchs = calls(case(tp=4, sequence=True)), torch_calls("tensor and sequence, loss parallel")
     assert {row: n for row, n in ours.items() if row[:2] == key} == {(*key, 4, X): 2 * L + 1}
-    assert times(ours, *key) == times(torchs, *key) == 2 * L + 1  # gradients of the scattered activations only
+    assert times(ours, *key) == times(torchs, *key) == 2 * L + 1  # gradients for the scattered activations only
 
 
 @pytest.mark.parametrize("name", ["tensor", "tensor and sequence"])
 def test_torch_gathers_logits_without_a_parallel_loss(name):
-    """The derived graph always has the loss of sharded logits: the placement of logits is not configurable."""
+    """The derived graph always has the sharded-logits loss: the placement of logits is not configurable."""
     whole, split = torch_calls(name), torch_calls(f"{name}, loss parallel")
     assert whole - split == {("forward", "all_gather", 4, ROW * SIZES["V"]): 1}
     assert split - whole == {("forward", "all_reduce", 4, ROW): 3}

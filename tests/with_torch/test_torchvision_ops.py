@@ -7,7 +7,7 @@ from torch import nn
 import costgraph as cg
 from costgraph.torch import trace
 
-#: Schemas of torchvision 0.2x, and the shape of each result.
+#: Schemas in torchvision 0.2x, and each result's shape.
 SIZES = "SymInt stride_h, SymInt stride_w, SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w"
 TENSORS = "Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias"
 CONV = f"{TENSORS}, {SIZES}, SymInt groups, SymInt offset_groups"

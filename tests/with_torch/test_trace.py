@@ -73,7 +73,7 @@ def test_traced_step_costs_equal_a_real_step():
     for rows in (2, 5, 131):
         net, data = Net(), inputs(rows)
         peak, flops = differences(g, net, data, adamw(net.parameters()), B=rows)
-        assert abs(peak) <= 64  # scalars of the loss and of the optimizer
+        assert abs(peak) <= 64  # loss and optimizer scalars
         assert flops == 0
 
 

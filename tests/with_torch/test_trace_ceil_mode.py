@@ -1,4 +1,4 @@
-"""FLOPs of pooling with ceil_mode: elements of its windows, counted by brute force."""
+"""Pooling FLOPs with ceil_mode: window elements, counted by brute force."""
 
 from itertools import product
 
@@ -12,7 +12,7 @@ from costgraph.torch import trace
 
 
 def reached(n, out, window, stride, padding, dilation):
-    """Count the elements in bounds of windows that start before the end of the padding."""
+    """Count the in-bounds elements in windows that start before the padding ends."""
     return sum(i * stride + j * dilation < n + 2 * padding for i, j in product(range(out), range(window)))
 
 

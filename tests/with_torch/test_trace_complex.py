@@ -19,7 +19,7 @@ from costgraph.torch import lower, trace
 
 
 class Program(nn.Module):
-    """A function of inputs and weights."""
+    """A function on inputs and weights."""
 
     def __init__(self, function, *weights):
         super().__init__()
@@ -44,7 +44,7 @@ def filtered(x, w):
     return fft.irfft(torch.einsum("bix,iox->box", low, torch.view_as_complex(w)), n=x.shape[-1]) ** 3
 
 
-#: Inputs, shapes of weights, and functions of both.
+#: Inputs, weight shapes, and functions on both.
 CASES = {
     "pairs": ((5, 3, 4), [(4,)], [turned]),
     "spectra": ((5, 7, 8), [(8,)], [

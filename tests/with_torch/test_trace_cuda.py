@@ -130,8 +130,8 @@ def test_saved_attention_tensors_and_flops_equal_torchs(dtype, arch, size):
 def test_flash_attention_step_peaks_in_the_gradient():
     graph = attended(bf16, 64, arch="sm_80", train=True, is_causal=True)
     elements = B * 4 * S * 64
-    # the caller holds q, k, v; scaled queries and the result are saved for the gradient, with the fp32 log-sum-exp;
-    # gradients of the result and of all three; scale, its copy and loss have one element
+    # the caller holds q, k, v; scaled queries and the result are saved for the gradient, with the fp32 log-sum-exp; the
+    # result and all three have gradients; scale, its copy and loss have one element
     fixed = elements * 2 * (3 + 2 + 1 + 3) + 4 * B * 4 * S + 16 + 8
     # the kernel accumulates the gradient of queries in fp32: rows padded to 128, and the sum per row
     workspace = 4 * B * 4 * 128 * (64 + 1)
@@ -190,7 +190,7 @@ def test_batch_norm_uses_cudnn_for_supported_dtypes(dtype, cudnn, train):
     graphs = [trace(Loss(module) if train else module, x, dims=dims, train=train, device=d) for d in ("cpu", "cuda")]
     names = [t for t in called(graphs[1]) if "batch_norm" in t]
     assert all(("cudnn" in name) is cudnn for name in names)
-    assert len(names) == 1 + train or not cudnn  # torch's own gradient consists of declared ops
+    assert len(names) == 1 + train or not cudnn  # torch's own gradient has only declared ops
     assert cg.flops(graphs[1]) == cg.flops(graphs[0])
 
 

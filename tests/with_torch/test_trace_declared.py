@@ -1,4 +1,4 @@
-"""Translation of traced models to declared kinds: its coverage and costs, against traces of torch's calls."""
+"""Translating traced models to declared kinds: coverage and costs, against traces of torch's calls."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ from costgraph.torch.tracing.translations import TRANSLATIONS
 transformers = pytest.importorskip("transformers")
 SMALL = {"num_hidden_layers": 1, "hidden_size": 40, "intermediate_size": 52, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-#: Config and class of each model; image sizes in place of tokens.
+#: Each model's config and class; image sizes in place of tokens.
 MODELS = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {
         "n_layer": 1, "n_embd": 44, "n_head": 4, "vocab_size": 97, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
@@ -204,7 +204,7 @@ class Grows(nn.Module):
 
 @pytest.mark.parametrize(("groups", "bias"), [(1, True), (2, False)])
 def test_transposed_convolution_is_translated(groups, bias):
-    """Each of 5 by 7 elements is spread over 3 by 3 positions per pair of channels in a group; so are gradients."""
+    """Each element in a 5 x 7 map is spread over 3 x 3 positions per channel pair in a group; so are gradients."""
     module, x = Grows(groups, bias), torch.randn(2, 6, 5, 7)
     g = trace(module, x, dims=[("B", None, None, None)])
     seen = trace(module, x, dims=[("B", None, None, None)], train=True)
@@ -245,7 +245,7 @@ def test_concatenating_a_single_tensor_is_a_copy():
     assert [t.shape[1:] for t in g.outputs] == [(1, 5), (5,)]
 
 
-#: Reductions, and FLOPs of a row of 7: per element, and per result after the sums.
+#: Reductions, and FLOPs for 7-element rows: per element, and per result after the sums.
 REDUCING = {
     "vector norm": (lambda x: torch.linalg.vector_norm(x, dim=-1), 2 * 7 + 1),
     "norm of absolute values": (lambda x: x.norm(p=1, dim=-1, keepdim=True), 2 * 7),
@@ -259,7 +259,7 @@ REDUCING = {
 }
 
 
-#: Lookups and former foreign calls, and FLOPs of a row of 7; indices are constants.
+#: Lookups and former foreign calls, and FLOPs for 7-element rows; indices are constants.
 LOOKING = {
     "largest of an axis": (lambda x: x.max(-1)[0], 7),
     "largest of a middle axis": (lambda x: x.max(1, keepdim=True)[0] * x, 2 * 7),

@@ -72,7 +72,7 @@ def test_decode_step_equals_real_and_declared_steps(attention):
     declared = cg.decode(cg.models.from_config({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **FACTS}))
     B, P, S = cg.dims("B P S")
     assert (cg.matmul_flops(declared).subs(S, P + 1) - cg.matmul_flops(decoded)).expand() == 0
-    # keys and values of four bytes, of the previous positions
+    # four-byte keys and values at the previous positions
     assert cg.cache_bytes(decoded) == 4 * 2 * LAYERS * GROUPS * WIDTH * B * P
     assert {t.name for t in decoded.tensors if t.role == "cache"} == {
         f"kept/layers/{i}/{part}" for i in range(LAYERS) for part in ("keys", "values")

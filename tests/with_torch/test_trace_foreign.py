@@ -22,7 +22,7 @@ METHODS = (
 
 
 class ForeignError(Exception):
-    """An error of the program."""
+    """An error in the program."""
 
 
 def _raising(*args: object, **kwargs: object) -> Any:

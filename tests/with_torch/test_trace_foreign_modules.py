@@ -20,7 +20,7 @@ def mlp():
 
 
 class Calls(nn.Module):
-    """A layer, and a function of it and of the inputs."""
+    """A layer, and a function on it and the inputs."""
 
     def __init__(self, function, layer=None):
         super().__init__()

@@ -55,7 +55,7 @@ def images():
 
 
 class Experts(nn.Module):
-    """Multiplies each row by the matrix of its expert, one of three."""
+    """Multiplies each row by one of three expert matrices."""
 
     def __init__(self):
         super().__init__()

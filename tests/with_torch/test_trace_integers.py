@@ -88,7 +88,7 @@ def test_conversions_one_after_the_other_keep_sizes(names: list[str], traced: in
 
 
 class Hop(nn.Module):
-    """Frames of a padded signal."""
+    """Frames in a padded signal."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -128,7 +128,7 @@ class Rows(nn.Module):
 
 
 class Selective(nn.Module):
-    """The scan of a state space model."""
+    """A state space model's scan."""
 
     def __init__(self):
         super().__init__()
@@ -270,7 +270,7 @@ SOON = [Recurrent, Chunks, Neighbours, BothWays]
 LATER = [Layers, Two, Earlier, Listed, Each, Nested, SideBySide, Rows, Selective, Pieces, Decoder, Strided, Summed]
 
 
-def shaped(make, S):  # the name of the size
+def shaped(make, S):  # the size's name
     return (B, S, S + 1, 5) if make is Nested else (B, S, 5)
 
 
@@ -352,7 +352,7 @@ def test_stepwise_recurrent_layers_have_an_open_length(make):
 
 
 def events(make, S):
-    """Return the number of ops that torch dispatches in a trace: a noise-free measure of its time."""
+    """Return how many ops torch dispatches in a trace: a noise-free measure for its time."""
     count, usual = 0, Recorder._dispatched
 
     def counting(*args):

@@ -8,7 +8,7 @@ from traced import adamw, differences
 import costgraph as cg
 from costgraph.torch import trace
 
-# Allocations of a real run besides its tensors: Python scalars, and temporary statistics of norms.
+# A real run's allocations besides its tensors: Python scalars, and temporary norm statistics.
 SCALARS = 4096
 
 
@@ -169,7 +169,7 @@ def test_models_of_transformers(name, train):
 
 
 def test_experts_are_grouped_matmuls():
-    # in each of 2 layers, every token meets 2 of 4 experts: one matmul of 60 x 224 and one of 112 x 60
+    # in each layer (2), every token meets 2 experts out of 4: a 60 x 224 and a 112 x 60 matmul
     module = made("mixtral")
     g = trace(module, *tokens(3, 17), dims=[("B", "S")] * 2)
     grouped = [op for op in g.ops if op.call is not None and op.call.target == "_grouped_mm.default"]

@@ -21,7 +21,7 @@ class Cell(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Attends to an embedding of each block of four keys, and to the keys of two chosen blocks."""
+    """Attends to an embedding for each block (four keys), and to the keys in two chosen blocks."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Half(nn.Module):
 
 
 class Windows(nn.Module):
-    """Attends within windows of 4 x 4 points of a plane, shifted by two."""
+    """Attends within 4 x 4 windows in a plane, shifted by two."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ class LongConvolution(nn.Module):
 
 
 class Padded(nn.Module):
-    """Mixes the tokens of each block of eight, the last one padded, like chunked recurrences."""
+    """Mixes the tokens within blocks of eight, the last one padded, like chunked recurrences."""
 
     def __init__(self):
         super().__init__()
@@ -191,7 +191,7 @@ def test_slices_of_divided_sizes_are_declared():
 
 
 def test_exact_floor_divisions_become_quotients():
-    """Both sizes must be multiples of four, though only the product of the quotients is queried."""
+    """Both sizes must be divisible by four, though only the product of quotients is queried."""
     graph = trace(Windows(), torch.rand(3, 12, 16, 6), dims=[("B", "H", "W", None)])
     assert "Foreign" not in {type(op.kind).__name__ for op in graph.walk()}
     b, h, w = cg.dims("B H W")

@@ -15,7 +15,7 @@ from costgraph import testing
 from costgraph.errors import UnsupportedError
 from costgraph.torch import lower, trace
 
-# bytes of Python scalars and of an FFT plan in a real run
+# bytes for Python scalars and an FFT plan in a real run
 SLACK = 4096
 
 
@@ -63,7 +63,7 @@ def relative(score, b, h, i, j):
     return score + (i - j)
 
 
-#: A function, the axis names of its operands, their dtypes, and two sets of sizes.
+#: A function, its operands' axis names and dtypes, and two sets of sizes.
 PROGRAMS = {
     "distribution": (lambda x: torch.distributions.Normal(x, x.exp()).log_prob(x), "B 13", {"B": (101, 211)}),
     "categorical": (lambda x: torch.distributions.Categorical(logits=x).entropy(), "B 13", {"B": (101, 211)}),
@@ -188,7 +188,7 @@ def group_vit(transformers):
 @pytest.mark.long
 @pytest.mark.parametrize("make", [pali_gemma, group_vit])
 def test_multimodal_models_match_real_runs(make):
-    """`masked_scatter` of image features into the positions of their tokens, with its caller's data checks."""
+    """`masked_scatter` writes image features to their tokens' positions, with its caller's data checks."""
     module = make(pytest.importorskip("transformers")).eval()
 
     def inputs(B, S):
@@ -295,7 +295,7 @@ COMPLEX = {
     "exp": (lambda a, b: a.exp(), 2, 3),
     "sum": (lambda a, b: a.sum(), 2, 0),
     "square": (lambda a, b: a**2, 6, 0),
-    "mm": (lambda a, b: a @ b.T, 8 * 5, 0),  # a row of 7 by five rows
+    "mm": (lambda a, b: a @ b.T, 8 * 5, 0),  # a 7-element row times five rows
     "conj": (lambda a, b: a.conj().resolve_conj(), 0, 0),  # a copy
 }
 
@@ -372,7 +372,7 @@ def test_encodec_encoder_is_traced_at_a_fixed_length():
     g = trace(encoder, x, dims=[("B", None, None)])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         encoder(x)
-    # torch's counter skips LSTMs: 12 steps of 2 rows, four gates of 16 for an input and a state of 16
+    # torch's counter skips LSTMs: 12 steps with 2 rows, four gates (16) for an input and a state (16)
     assert cg.matmul_flops(g, count="full", B=2) == counter.get_total_flops() + 2 * 2 * 12 * 4 * 16 * (16 + 16)
     # the padding depends on the length of a tensor
     with pytest.raises(UnsupportedError, match=r"in _pad1d, 'if length <= max_pad:': turns the size T into the number"):

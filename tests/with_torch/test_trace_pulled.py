@@ -12,7 +12,7 @@ from costgraph.torch import lower, trace
 
 
 class Net(nn.Module):
-    """The sum of functions of a layer's output."""
+    """Sums functions applied to a layer's output."""
 
     def __init__(self, before, functions):
         super().__init__()
@@ -131,7 +131,7 @@ INSIDE = {"padding": 1, "count_include_pad": False}
 
 
 def cases():
-    """Return a layer, its input, and functions of its output; new ones, as traces share the tensors of their file."""
+    """Return a layer, its input, and functions on its output; new ones, as traces share all tensors in their file."""
     return {
     "angles": (nn.Linear(6, 6), ROWS, [
         torch.tan, torch.atan, lambda x: (0.9 * x.tanh()).acos(), lambda x: (0.9 * x.tanh()).asin(),

@@ -1,4 +1,4 @@
-"""Peaks of the library's own backward pass of a traced forward pass, against a real torch run."""
+"""Peaks in the library's own backward pass for a traced forward pass, against a real torch run."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ BESIDE = {
 def test_extra_saved_tensors_of_torch_are_in_the_peak(name):
     net, x = Beside(BESIDE[name]), torch.randn(71, 6)
     derived = cg.backward(trace(net, torch.zeros(5, 6), dims=[("B", None)]))
-    if BESIDE[name] in (windows, attention):  # a run of these has workspaces of libraries or threads
+    if BESIDE[name] in (windows, attention):  # these runs have library or thread workspaces
         real = cg.peak_memory(trace(net, x, train=True))
     else:
         real = real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x)
@@ -129,7 +129,7 @@ def test_elementwise_temporaries_of_losses_are_in_the_peak(name):
 
         def forward(self, x):
             y = self.layer(x)
-            return getattr(functional, name)(y, y.detach() * 2) * 1  # frees the storage of the loss
+            return getattr(functional, name)(y, y.detach() * 2) * 1  # frees the loss storage
 
     net, x = Loss(), torch.randn(71, 6)
     forward, step = (trace(net, torch.zeros(5, 6), dims=[("B", None)], train=train) for train in (False, True))

@@ -130,7 +130,7 @@ def test_fused_layer_matches_its_decomposition():
     with torch.no_grad():
         torch.testing.assert_close(run(x), module(x))
     b, s = cg.dims("B S")
-    # four projections, two matmuls of attention, two of the MLP
+    # four projections, two attention matmuls, two MLP matmuls
     assert cg.matmul_flops(g) == 2 * (4 * D * D + 2 * D * 97) * b * s + 2 * 2 * D * b * s**2
     assert differences(g, module, (x,), B=B, S=S)[0] == 0
 
@@ -253,7 +253,7 @@ def test_checkpoints_save_the_rng_state(reentrant, train):
     blocks = [nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1)) for _ in range(3)]
     net = Program(lambda x, *blocks: reduce(lambda h, m: again(m, h, reentrant), blocks, x), *blocks)
     x = rand(2, 3, grad=True)
-    assert 0 <= missing(net, (x,), train) <= 64  # three RNG states of 5,056 bytes, and scalars of the loss
+    assert 0 <= missing(net, (x,), train) <= 64  # three RNG states with 5,056 bytes each, and loss scalars
     without = Program(lambda x, *blocks: reduce(lambda h, m: m(h), blocks, x), *blocks)
     state = torch.get_rng_state().numel()
     names = [cg.peak_memory(trace(Loss(m.train()), x, train=True)) for m in (net, without)]

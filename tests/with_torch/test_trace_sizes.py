@@ -1,4 +1,4 @@
-"""Sizes and views of traces against torch: formulas at numbers, and layouts of fake tensors."""
+"""Sizes and views in traces against torch: formulas at numbers, and fake tensor layouts."""
 
 from fractions import Fraction
 

@@ -75,7 +75,7 @@ def test_modeling_file_cache_works_after_a_trace():
 
 
 class Views(nn.Module):
-    """Holds a parameter, two views of it, and a row of a larger tensor."""
+    """Holds a parameter, two views on it, and a row from a larger tensor."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +130,7 @@ def test_optimizer_in_backward_matches_a_real_run(make):
     net(X).backward()
     state = [v for o in optimizers.values() for s in o.state.values() for v in s.values()]
     real = real_peak(lambda: net(X).backward(), *net.parameters(), X, *state)
-    assert abs(real - cg.peak_memory(g, B=17)) <= 64  # scalars of the loss and of the optimizer
+    assert abs(real - cg.peak_memory(g, B=17)) <= 64  # loss and optimizer scalars
     again = trace(net, X, dims=[("B", None)], train=True)  # with the current state
     assert cg.peak_memory(again, B=17) == cg.peak_memory(g, B=17)
 

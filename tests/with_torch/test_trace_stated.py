@@ -10,7 +10,7 @@ from costgraph.torch import lower, trace
 
 
 class Net(nn.Module):
-    """The sum of functions of a layer's output."""
+    """Sums functions applied to a layer's output."""
 
     def __init__(self, functions):
         super().__init__()

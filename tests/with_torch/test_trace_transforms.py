@@ -1,4 +1,4 @@
-"""Transforms of a traced module: the costs of tracing the modified module, or an error."""
+"""Transforming a traced module gives the costs of tracing the modified module, or an error."""
 
 import inspect
 
@@ -126,7 +126,7 @@ def test_lora_of_a_trace_equals_the_adapted_module():
 
 
 def test_mixed_precision_runs_matmuls_in_bf16():
-    """Equal to the trace of the module under autocast, to the last FLOP and byte of its matmuls."""
+    """Equal to the module's trace under autocast, to the last matmul FLOP and byte."""
     converted = cg.apply_precision(traced(), "bf16-mixed")
     with torch.autocast("cpu", BF16):
         seen = traced()
@@ -145,7 +145,7 @@ def test_traced_weights_are_quantized():
 
 
 def test_traced_training_step_has_optimizer_updates():
-    """AdamW updates each of the weights, as in the trace of a step with torch's; FLOPs of matmuls are equal."""
+    """AdamW updates each weight, as in a traced step with torch's; matmul FLOPs are equal."""
     step = cg.training_step(traced(), optimizer=cg.AdamW())
     seen = traced(train=True, optimizer=lambda p: torch.optim.AdamW(p, fused=True))
     assert cg.matmul_flops(step) == cg.matmul_flops(seen)

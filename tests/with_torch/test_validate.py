@@ -95,7 +95,7 @@ def test_suite_covers_all_subjects_and_optimizers(device):
     assert {"", "every-block", "every-2", "selective", "from-start"} == {c.checkpoint for c in cases}
     products = [c for c in cases if c.subject == "matmul"]
     assert {"fp32", "bf16", "fp64"} <= {c.dtype for c in products}
-    # on both sides of the ridge point of its target device
+    # on both sides of the target device's ridge point
     limits = {cg.roofline(declared(c, device), "h100-sxm", **c.sizes).bound for c in products}
     assert limits == {"memory", "compute"}
     assert set(suite(device, quick=True)) < set(cases)
@@ -191,7 +191,7 @@ def test_step_baseline_includes_optimizer_state(found):
     # weights and two moments in fp32, a 4-byte counter per tensor, features and classes
     assert row.measured.held == 12 * params + 4 * tensors + 4 * B * D + 8 * B
     assert row.measured.left == 0
-    # forward, gradients of weights, and those of activations except the input features
+    # forward, weight gradients, and activation gradients except for the input features
     assert row.measured.flops == 3 * 2 * B * (D * F + L * F * F + F * C) - 2 * B * D * F
     assert abs(row.off("traced")) <= 64
     assert abs(row.off("declared") + 4 * tensors) <= 64

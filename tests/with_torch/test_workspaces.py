@@ -33,7 +33,7 @@ def one_thread():
 def test_logsumexp_workspace_by_hand():
     x = rand(16, 64)
     (measured,) = workspaces([case("logsumexp", "", x, [1])[2]])
-    assert measured == 4 * 16 * 64 + 4 * 16  # exponentials of all elements, and the maximum of each row
+    assert measured == 4 * 16 * 64 + 4 * 16  # all exponentials, and each row's maximum
 
 
 def test_kernels_with_exact_peaks_have_no_workspace():

@@ -134,7 +134,7 @@ def test_buffer_bytes_equal_the_module():
 
 
 def squared(axes):
-    """Declare the mean of squared results."""
+    """Declare the mean squared result."""
     return lambda y: cg.reduce(cg.ops.pointwise("square", y), f"{axes} -> ", "mean")
 
 

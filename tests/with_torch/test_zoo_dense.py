@@ -21,7 +21,7 @@ SMALL = {
     "hidden_size": 18, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 23,
     "num_hidden_layers": 3, "vocab_size": 29,
 }  # fmt: skip
-WIDE = {**SMALL, "hidden_size": 24}  # heads of 4 elements
+WIDE = {**SMALL, "hidden_size": 24}  # heads with 4 elements
 HEAD = {"head_dim": 10}
 GPT2_SMALL = {"n_embd": 15, "n_head": 3, "n_layer": 3, "n_positions": 17, "vocab_size": 29}
 FALCON_SMALL = {"hidden_size": 24, "num_attention_heads": 6, "num_hidden_layers": 3, "vocab_size": 29}
@@ -67,7 +67,7 @@ VARIANTS = {
     ),
     "phi3": (PHI3, WIDE),
     "phi3 all heads": (PHI3, {**WIDE, **WINDOW, "num_key_value_heads": None}),
-    "phi3 partial": (PHI3, {**WIDE, "hidden_size": 60, "rope_parameters": PARTIAL, **TIED}),  # 6 of 10 elements
+    "phi3 partial": (PHI3, {**WIDE, "hidden_size": 60, "rope_parameters": PARTIAL, **TIED}),  # 6 elements out of 10
     "falcon": (FALCON, FALCON_SMALL),
     "falcon biases": (FALCON, {**FALCON_SMALL, "bias": True, "ffn_hidden_size": 31, **UNTIED}),
     "falcon many": (FALCON, {**FALCON_SMALL, "multi_query": False}),

@@ -86,7 +86,7 @@ def numbers(model, where):
 
 
 def tables(model):
-    """Return the frequencies of rotary positions, those of local layers first."""
+    """Return the rotary frequencies, with local layers first."""
     buffers = [
         t for name, t in sorted(model.named_buffers(), reverse=True) if re.search(r"(?<!original_)inv_freq", name)
     ]

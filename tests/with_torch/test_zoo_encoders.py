@@ -60,7 +60,7 @@ def test_bert(kind, more):
 
 # -- T5 --------------------------------------------------------------------------------------------------------------
 
-T5 = {  # three heads of dimension five, not a width of 14
+T5 = {  # three heads with dimension five, not a width of 14
     "d_model": 14, "num_heads": 3, "d_kv": 5, "d_ff": 19, "num_layers": 2, "vocab_size": 23,
     "relative_attention_num_buckets": 8, "decoder_start_token_id": 0,
 }  # fmt: skip

@@ -11,7 +11,7 @@ from costgraph.models import names
 from costgraph.models.registry import FAMILIES
 
 KEPT = counted()["models"]
-# of the long tests: they trace the smallest model of each family again, or all of them if this is set
+# the long tests trace each family's smallest model again, or all models if this is set
 EVERY = "COSTGRAPH_ZOO" in os.environ
 SMALLEST = [
     min((n for n in family.presets if n in KEPT), key=lambda n: KEPT[n]["matmul"])

@@ -147,9 +147,9 @@ def test_every_preset_has_a_module():
 
 
 def step_flops(module, given):
-    """Return torch's FLOPs of forward and backward, except for grouped convolutions, which it miscounts.
+    """Return torch's forward and backward FLOPs, except for grouped convolutions, which it miscounts.
 
-    Each of the two gradients of a convolution takes as many FLOPs as the convolution.
+    Each convolution gradient (two) takes as many FLOPs as the convolution.
     """
     module = module.eval()
     with FlopCounterMode(display=False) as counter:
@@ -213,7 +213,7 @@ def linear_more(steps, *, again):
 
 
 def xlstm_more(steps, *, again):
-    matrix, vector = 2 * BATCH * steps * 4 * 12 * 12, 2 * BATCH * steps * 4 * 12  # of an mLSTM block
+    matrix, vector = 2 * BATCH * steps * 4 * 12 * 12, 2 * BATCH * steps * 4 * 12  # an mLSTM block
     gates = 2 * BATCH * 4 * 6 * 24  # the gates from the previous state, per position in an sLSTM block
     # (1), (2): as for xlstm-7b, and two matrices more of keys and values, as the module writes outer products as such;
     # with ops, one more in the forward pass too. A kernel recomputes y and the gates; (3): of each sLSTM

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 GPT2 = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 GROUPED = {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
-#: Size of a reduced vocabulary: the full one would determine the peak of a shallow model.
+#: A reduced vocabulary size: the full one would determine a shallow model's peak.
 FEW = 1009
 MODELS = {
     "gpt2": {**GPT2, "n_positions": 2048}, "gpt2 of few words": {**GPT2, "n_positions": 2048, "vocab_size": FEW},
@@ -116,7 +116,7 @@ def test_tied_embedding_step_peak_equals_the_module():
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", "llama-3-8b"])
 def test_for_loop_optimizer_step_peak_equals_the_module(name):
-    # a variable of the loop holds the denominator of the previous parameter: at the head, that of a norm
+    # a loop variable holds the previous parameter's denominator: at the head, a norm's
     held_to(name, "for-loop", "fp32", SHALLOW, most=0 if name == "gpt2" else 4 * 4096)
 
 

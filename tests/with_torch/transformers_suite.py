@@ -74,7 +74,7 @@ WORKSPACE = {"convolution", "_scaled_dot_product_flash_attention_for_cpu", "nati
 
 @dataclasses.dataclass
 class Row:
-    """The results of a class."""
+    """One class's results."""
 
     name: str
     seconds: float = 0.0
@@ -155,7 +155,7 @@ def audio(B: int, S: int) -> dict[str, torch.Tensor]:
 
 
 Inputs = Callable[[int, int], dict[str, torch.Tensor]]
-#: Batch and length of the trace, and of the run.
+#: Batch and length in the trace, and in the run.
 Sizes = tuple[tuple[int, int], tuple[int, int]]
 FEW: Sizes = (2, 13), (3, 17)
 CHUNKS: Sizes = (2, 200), (3, 270)

@@ -115,7 +115,7 @@ def section(name, found):
 
 
 def page():
-    """Return the text of the page."""
+    """Return the page as Markdown."""
     listed = "\n".join(f"- **{name}**: {text}." for name, text in CAUSES.items())
     parts = [text for name, found in records().items() for text in section(name, found)]
     return HEAD.format(causes=listed, follows=FOLLOWS) + "\n".join(parts) + "\n"

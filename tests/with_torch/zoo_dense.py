@@ -124,7 +124,7 @@ def config(classes: str, **fields: Any) -> Any:
 
 
 def module(classes: str, fields: dict[str, Any]) -> torch.nn.Module:
-    """Build the module of a config."""
+    """Build a config's module."""
     return getattr(transformers, classes.split()[1])(config(classes, **fields))
 
 

@@ -44,7 +44,7 @@ class SqueezeExcitation(nn.Module):
 
 
 class Block(nn.Module):
-    """`InvertedResidual` of MobileNet V2 and V3, and `MBConv` of EfficientNet."""
+    """`InvertedResidual` in MobileNet V2 and V3, and `MBConv` in EfficientNet."""
 
     def __init__(
         self, given: int, middle: int, made: int, kernel: int, stride: int, act: Any, squeeze: nn.Module | None = None
@@ -143,14 +143,14 @@ def efficientnet(wide: float, deep: float, classes: int = 1000) -> nn.Module:
 
 
 class ChannelsNorm(nn.LayerNorm):
-    """`LayerNorm2d` of `torchvision.models.convnext`."""
+    """`LayerNorm2d` in `torchvision.models.convnext`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class ConvNeXtBlock(nn.Module):
-    """`CNBlock` of `torchvision.models.convnext`."""
+    """`CNBlock` in `torchvision.models.convnext`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -173,8 +173,7 @@ def convnext(widths: list[int], depths: list[int], classes: int = 1000) -> nn.Mo
 
 
 class DLRM(nn.Module):
-    """`DLRM_Net` of dlrm_s_pytorch.py, with arch_interaction_op dot and a sigmoid as the last layer of the top
-    network."""
+    """`DLRM_Net` in dlrm_s_pytorch.py, with arch_interaction_op dot and a sigmoid as the top network's last layer."""
 
     def __init__(self, rows: list[int], bottom: list[int], top: list[int], itself: bool = False) -> None:
         super().__init__()
@@ -215,7 +214,7 @@ KAGGLE = (
 
 
 def clicks() -> tuple[torch.Tensor, ...]:
-    """Features of two samples, one index into each of 26 tables."""
+    """Features for two samples, one index into each table (26)."""
     return torch.zeros(2, 13), *(torch.zeros(2, 1, dtype=torch.int64) for _ in range(26))
 
 

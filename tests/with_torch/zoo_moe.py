@@ -102,7 +102,7 @@ class Turns(torch.nn.Module):
 
 
 def turned(q: torch.Tensor, k: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rotary_emb` of DeepSeek-V2 in real numbers."""
+    """DeepSeek-V2's `apply_rotary_emb` in real numbers."""
 
     def turn(x: torch.Tensor) -> torch.Tensor:
         a, b = x[..., 0::2], x[..., 1::2]
@@ -131,13 +131,13 @@ def tokens() -> tuple[torch.Tensor]:
 
 
 def reference(classes: str, fields: dict[str, Any]) -> Reference:
-    """Build the module of a published config."""
+    """Build a published config's module."""
     return Reference(
         lambda: Logits(config(classes, **fields)), tokens, SIZES, {"attention": "eager"}, name=classes.split()[1]
     )
 
 
-#: The reference of each preset.
+#: Each preset's reference.
 REFERENCES: dict[str, Callable[[], Reference]] = {
     name: partial(reference, classes, fields) for classes, models in CONFIGS.items() for name, fields in models.items()
 }

@@ -53,7 +53,7 @@ def references():
 def counted():
     counts = json.loads(COUNTS.read_text(encoding="utf-8"))
     for name, parameters in json.loads(PARAMETERS.read_text(encoding="utf-8")).items():
-        if name in counts["models"]:  # counts of a public module
+        if name in counts["models"]:  # a public module's counts
             counts["models"][name]["parameters"] = parameters
     return counts
 

@@ -1,4 +1,4 @@
-"""Public modules of the recurrent models of the zoo, one for each preset."""
+"""Public modules for the zoo's recurrent models, one for each preset."""
 
 from collections.abc import Callable
 from functools import partial
@@ -77,7 +77,7 @@ _PLACES = {"125m": (3, 20)}
 
 REFERENCES: dict[str, Callable[[], Reference]] = {
     **{n: _reference(n, mamba) for n in (f"mamba-{size}" for size in ("130m", "370m", "790m", "1.4b", "2.8b"))},
-    # two chunks of transformers' default size
+    # two chunks at transformers' default size
     **{
         n: _reference(n, mamba2, 512, form="chunked", scan="ops")
         for n in (f"mamba2-{size}" for size in ("130m", "370m", "780m", "1.3b", "2.7b"))

@@ -21,7 +21,7 @@ class Reference:
     inputs: Callable[[], tuple[Any, ...]]
     """Builds its positional inputs."""
     sizes: dict[str, int]
-    """What the dimensions of the declaration are bound to, so that both count the same."""
+    """Sizes of the declaration that make both counts comparable."""
     options: dict[str, Any] = field(default_factory=dict)
     """How the declaration is loaded, such as attention="eager"."""
     name: str = ""
@@ -31,7 +31,7 @@ class Reference:
 
 
 def described(reference: Reference) -> str:
-    """Return the name of the module, and the location of its source."""
+    """Return the module's name and source location."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         kind = type(reference.module())
     if reference.name:
