@@ -34,7 +34,7 @@ def of_torch(name, p, v, m, **options):
                 if kind is None:
                     continue  # a bubble, or a parameter action
                 number = a.microbatch_index
-                if (name, kind) == ("1f1b", "F"):  # the dump numbers those of the last rank from 1
+                if (name, kind) == ("1f1b", "F"):  # the dump numbers forward actions on the last rank from 1
                     number, count = count, count + 1
                 made.append((kind, a.stage_index, number))
         ranks.append(made)

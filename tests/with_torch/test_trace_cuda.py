@@ -324,7 +324,7 @@ def test_recomputation_uses_gpu_kernels():
     assert phases == ["forward", "recompute"]
 
 
-# -- transforms and files of such a graph ------------------------------------------------------------------------------
+# -- transforms and files ----------------------------------------------------------------------------------------------
 
 
 def test_dispatch_reasons_are_reported_and_saved(tmp_path):

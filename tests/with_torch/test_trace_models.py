@@ -169,7 +169,7 @@ def test_models_of_transformers(name, train):
 
 
 def test_experts_are_grouped_matmuls():
-    # in each layer (2), every token meets 2 experts out of 4: a 60 x 224 and a 112 x 60 matmul
+    # in both layers, every token meets 2 experts out of 4: a 60 x 224 and a 112 x 60 matmul
     module = made("mixtral")
     g = trace(module, *tokens(3, 17), dims=[("B", "S")] * 2)
     grouped = [op for op in g.ops if op.call is not None and op.call.target == "_grouped_mm.default"]

@@ -21,7 +21,7 @@ class Cell(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Attends to an embedding for each block (four keys), and to the keys in two chosen blocks."""
+    """Attends to an embedding for each block of four keys, and to the keys in two chosen blocks."""
 
     def __init__(self):
         super().__init__()

@@ -372,7 +372,7 @@ def test_encodec_encoder_is_traced_at_a_fixed_length():
     g = trace(encoder, x, dims=[("B", None, None)])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         encoder(x)
-    # torch's counter skips LSTMs: 12 steps with 2 rows, four gates (16) for an input and a state (16)
+    # torch's counter skips LSTMs: 12 steps with 2 rows, four gates of width 16 for input and state
     assert cg.matmul_flops(g, count="full", B=2) == counter.get_total_flops() + 2 * 2 * 12 * 4 * 16 * (16 + 16)
     # the padding depends on the length of a tensor
     with pytest.raises(UnsupportedError, match=r"in _pad1d, 'if length <= max_pad:': turns the size T into the number"):

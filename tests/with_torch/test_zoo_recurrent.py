@@ -149,7 +149,7 @@ def test_every_preset_has_a_module():
 def step_flops(module, given):
     """Return torch's forward and backward FLOPs, except for grouped convolutions, which it miscounts.
 
-    Each convolution gradient (two) takes as many FLOPs as the convolution.
+    Both gradients take as many FLOPs as the convolution itself.
     """
     module = module.eval()
     with FlopCounterMode(display=False) as counter:

@@ -214,7 +214,7 @@ KAGGLE = (
 
 
 def clicks() -> tuple[torch.Tensor, ...]:
-    """Features for two samples, one index into each table (26)."""
+    """Features for two samples, one index into each of 26 tables."""
     return torch.zeros(2, 13), *(torch.zeros(2, 1, dtype=torch.int64) for _ in range(26))
 
 
