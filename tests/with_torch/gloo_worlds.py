@@ -155,7 +155,7 @@ def spawned(folder, cases, expected):
     return any(states)
 
 
-def meet(folder, cases):
+def run_cases(folder, cases):
     """Run the unsharded step and all ranks of each case; return whether any failed."""
     expected = {name: whole(case) for name, case in cases.items()}
     derived_calls = {name: derived(case) for name, case in cases.items()}
@@ -166,12 +166,12 @@ def meet(folder, cases):
 def main(folder, which="", examples=""):
     torch.set_num_threads(1)
     if not which:
-        return meet(Path(folder), {name: made() for name, made in CASES.items()})
+        return run_cases(Path(folder), {name: made() for name, made in CASES.items()})
     from drawn_steps import drawn
     from lowered import exact
 
     with exact():  # random graphs use all dtypes
-        return meet(Path(folder), {name: made() for name, made in MORE.items()} | drawn(int(examples)))
+        return run_cases(Path(folder), {name: made() for name, made in MORE.items()} | drawn(int(examples)))
 
 
 if __name__ == "__main__":

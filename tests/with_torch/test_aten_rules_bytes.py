@@ -166,7 +166,7 @@ class Updated(torch.nn.Module):
         return sum(w.sum() for w in self.weights)
 
 
-def of_updates(graph, name):
+def update_calls(graph, name):
     """Return the bytes read and written by each call of an op, and its FLOPs."""
     for op in graph.ops:
         if op.call is not None and op.call.target.startswith(name):
@@ -180,7 +180,7 @@ def of_updates(graph, name):
 
 def test_fused_update_writes_parameters_and_state():
     graph = trace(Updated(), train=True, optimizer=lambda params: torch.optim.AdamW(params, fused=True))
-    first, second = of_updates(graph, "_fused_adamw_")
+    first, second = update_calls(graph, "_fused_adamw_")
     # parameter, gradient (read only), two moments, and the step counter
     assert (sorted(first[0].values()), first[1]) == ([4, 12, 12, 12, 12], [12, 12, 12])
     assert (sorted(second[0].values()), second[1]) == ([4, 20, 20, 20, 20], [20, 20, 20])
@@ -196,7 +196,7 @@ def test_fused_update_writes_rescaled_gradients():
             )  # fmt: skip
 
     given = [torch.rand(3) for _ in range(4)] + [torch.ones(()) for _ in range(3)]
-    ((reads, writes, flops),) = of_updates(trace(Scaled(), *given), "_fused_adam_")
+    ((reads, writes, flops),) = update_calls(trace(Scaled(), *given), "_fused_adam_")
     assert sorted(reads.values()) == [4, 4, 4, 12, 12, 12, 12]
     assert writes == [12] * 4
     assert flops == 3 * (12 + 1)  # as without scaling, plus the division

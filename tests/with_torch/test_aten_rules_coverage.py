@@ -18,7 +18,7 @@ def ids(most, *sizes):
     return torch.randint(0, most, sizes)
 
 
-def held(program):
+def check_rules(program):
     """Run a program, forward and if possible backward, and check every rule."""
     with Calls() as calls:
         result = program()
@@ -87,7 +87,7 @@ LAYERS = {name: (module, operands) for name, module, operands in layers()}
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name):
     module, operands = LAYERS[name]
-    assert held(lambda: module(*operands)).seen
+    assert check_rules(lambda: module(*operands)).seen
 
 
 def losses():
@@ -118,7 +118,7 @@ LOSSES = dict(losses())
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, reduction):
-    assert held(lambda: LOSSES[name](reduction)).total("pointwise") > 0
+    assert check_rules(lambda: LOSSES[name](reduction)).total("pointwise") > 0
 
 
 FUNCTIONS = {
@@ -151,7 +151,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name):
-    assert held(lambda: FUNCTIONS[name](rand(6, 8), rand(6, 8))).seen
+    assert check_rules(lambda: FUNCTIONS[name](rand(6, 8), rand(6, 8))).seen
 
 
 OPTIMIZERS = {
@@ -175,7 +175,7 @@ def test_optimizers(name, foreach):
             nn.utils.clip_grad_norm_(params, 1.0)
             optimizer.step()
 
-        flops.append(held(step).total("pointwise"))
+        flops.append(check_rules(step).total("pointwise"))
     assert flops[1] >= 29  # at least one per element
 
 
@@ -187,7 +187,7 @@ def test_foreach_update_costs_the_same_as_single_updates(name):
         for _ in range(2):
             for p in params:
                 p.grad = torch.ones_like(p)
-            calls = held(optimizer.step)
+            calls = check_rules(optimizer.step)
         # the step counters and bias corrections: a few numbers per parameter
         large = [s.counts for s in calls.seen if any(t.numel != 1 for t in s.call.operands)]
         return sum(number(c.pointwise + c.transcendental) for c in large)
@@ -206,6 +206,6 @@ def test_scaled_gradients():
         scaler.step(optimizer)
         scaler.update()
 
-    names = [s.call.name for s in held(step).seen]
+    names = [s.call.name for s in check_rules(step).seen]
     assert "_amp_foreach_non_finite_check_and_unscale" in names
     assert "_amp_update_scale" in names

@@ -61,7 +61,7 @@ def built(fields, *, run):
     return module_of(fields)
 
 
-def compared(name, fields, *changes):
+def compare_with_transformers(name, fields, *changes):
     """Return "refused" or "equal", or None if transformers builds no module; fail where the two differ."""
     given = changed(fields, *changes)
     try:
@@ -105,14 +105,14 @@ def test_every_count_of_layers(name):
     for field in fields.keys() & set(COUNTS):
         for count in (0, 2, 4, 6) if field == "first_k_dense_replace" else (1, 2, 6):
             if count != fields[field]:  # as in the next tests
-                found = compared(name, fields, (field, count))
+                found = compare_with_transformers(name, fields, (field, count))
                 assert found.startswith("equal") or name.startswith("xLSTM"), (field, count, found)
 
 
 # -- the tables ------------------------------------------------------------------------------------------------------
 
 
-def plain(value):
+def as_plain_data(value):
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -120,7 +120,7 @@ def plain(value):
 def test_config_defaults_equal_those_of_transformers(kind):
     fields = {f.name: f for f in dataclasses.fields(CONFIG_MAPPING[kind])}
     theirs = {
-        name: plain(f.default if f.default is not dataclasses.MISSING else f.default_factory())
+        name: as_plain_data(f.default if f.default is not dataclasses.MISSING else f.default_factory())
         for name, f in fields.items()
         if name in DEFAULTS[kind]
     }
@@ -162,7 +162,7 @@ KINDS = {repr(given): name for name, given in reversed(FILES.items())}
 )
 def test_a_file_as_it_is(name, whole):
     fields = file_of(name, whole=whole)
-    assert compared(name, fields) in ("equal", "equal parameters")
+    assert compare_with_transformers(name, fields) in ("equal", "equal parameters")
     assert cg.param_count(graph_of(fields, "flash")) == cg.param_count(graph_of(fields))
 
 
@@ -179,7 +179,7 @@ def test_a_changed_file(name):
         fields = file_of(name, whole=whole)
         if known(name, change, *more):
             continue
-        found.append(compared(name, fields, change, *more))
+        found.append(compare_with_transformers(name, fields, change, *more))
         if found[-1] == "no module" and not more and change[0] not in STRICTER:
             # no reference module exists, so the field must not change the result
             as_it_was = {k: v for k, v in fields.items() if k != change[0]} | {
@@ -261,7 +261,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "changes"), EQUAL, ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_edge_cases_match_transformers(name, changes):
-    assert compared(name, file_of(name, whole=False), *changes.items()) in ("equal", "equal parameters")
+    assert compare_with_transformers(name, file_of(name, whole=False), *changes.items()) in (
+        "equal",
+        "equal parameters",
+    )
 
 
 @pytest.mark.parametrize(("name", "changes", "text"), REFUSED, ids=lambda x: x if isinstance(x, str) else "-".join(x))

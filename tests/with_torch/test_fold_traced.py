@@ -34,7 +34,7 @@ def answers(g, **sizes):
     return costs | dict(rows)
 
 
-def held_to(make, scope, traced, others, points):
+def assert_fold_equals_trace(make, scope, traced, others, points):
     """Assert that one trace's fold equals the trace at any other number of blocks."""
     folded = cg.fold(make(traced), scope, "L")
     least, formula = cg.timeline(folded).holds_from.get("L", 1), cg.peak_memory(folded)
@@ -115,12 +115,14 @@ def patches(depth, optimizer=None, *, train=False):
 def test_folded_perceptron_equals_other_depths():
     # torch holds a block's input while the block runs: the caller holds the first, and nothing holds the second once
     # the third block begins
-    assert loops(held_to(perceptron, "layers", 6, (3, 4, 9), POINTS["B"])) == {"layers": "L - 2"}
+    assert loops(assert_fold_equals_trace(perceptron, "layers", 6, (3, 4, 9), POINTS["B"])) == {"layers": "L - 2"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_folded_perceptron_step_equals_other_depths(name):
-    folded = held_to(lambda n: perceptron(n, train=True, optimizer=OPTIMIZERS[name]), "layers", 5, (3,), POINTS["B"])
+    folded = assert_fold_equals_trace(
+        lambda n: perceptron(n, train=True, optimizer=OPTIMIZERS[name]), "layers", 5, (3,), POINTS["B"]
+    )
     # the input needs no gradient, so the first block's backward pass differs from the others
     folded_loops = loops(folded)
     updates = [loop for loop in folded_loops if loop.startswith("layers.optimizer")]
@@ -129,7 +131,7 @@ def test_folded_perceptron_step_equals_other_depths(name):
 
 
 def test_checkpointed_blocks_are_folded():
-    folded = held_to(
+    folded = assert_fold_equals_trace(
         lambda n: perceptron(n, train=True, again=True, optimizer=OPTIMIZERS["sgd"]), "layers", 5, (7,),
         POINTS["B"],
     )  # fmt: skip
@@ -137,12 +139,12 @@ def test_checkpointed_blocks_are_folded():
 
 
 def test_folded_vision_transformer_equals_other_depths():
-    held_to(patches, "blocks", 5, (3,), POINTS["B"])
+    assert_fold_equals_trace(patches, "blocks", 5, (3,), POINTS["B"])
 
 
 @pytest.mark.parametrize("name", ["none", *(pytest.param(n, marks=pytest.mark.long) for n in ("foreach", "for-loop"))])
 def test_folded_vision_transformer_step_equals_other_depths(name):
-    held_to(lambda n: patches(n, OPTIMIZERS[name], train=True), "blocks", 5, (3,), POINTS["B"])
+    assert_fold_equals_trace(lambda n: patches(n, OPTIMIZERS[name], train=True), "blocks", 5, (3,), POINTS["B"])
 
 
 @pytest.mark.parametrize("train", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -156,7 +158,7 @@ def test_blocks_of_a_top_level_sequential_are_folded(train):
         blocks = kind(*(Attention() for _ in range(n)))
         return trace(blocks, torch.zeros(2, 5, 14), dims=[("B", "S", None)], train=train, optimizer=optimizer)
 
-    folded = held_to(stack, "", 5, (6,), POINTS["BS"])
+    folded = assert_fold_equals_trace(stack, "", 5, (6,), POINTS["BS"])
     assert {t.name for t in folded.tensors if t.role == "param"} >= {"0/qkv/weight"}
     states = [t for t in folded.tensors if t.role == "state" and t.producer is None]
     assert all(t.name.startswith("optimizer/") and "//" not in t.name for t in states)
@@ -233,7 +235,7 @@ def test_folded_language_model_equals_other_depths():
     def forward(n):
         return trace(Loss(built(name, n).eval()), IDS, dims=[("B", "S")])
 
-    folded = held_to(forward, SCOPES[name], 4, (5,), POINTS["BS"])
+    folded = assert_fold_equals_trace(forward, SCOPES[name], 4, (5,), POINTS["BS"])
     found = cg.fold(forward(4))  # by the trace's paths
     for question in (cg.flops, cg.bytes_moved, cg.param_count):
         assert question(found) == question(folded)
@@ -247,6 +249,6 @@ def test_folded_language_model_step_equals_other_depths(name, optimizer):
         dims = [("B", "S")] * 2
         return trace(Loss(built(name, n)), IDS, IDS, dims=dims, train=True, optimizer=OPTIMIZERS[optimizer])
 
-    folded = held_to(step, SCOPES[name], 4, (6,), POINTS["BS"])
+    folded = assert_fold_equals_trace(step, SCOPES[name], 4, (6,), POINTS["BS"])
     assert {SCOPES[name], SCOPES[name] + ".backward"} <= loops(folded).keys()
     assert len(folded.gradients) == len(folded.params)

@@ -15,7 +15,7 @@ from costgraph.torch.lowering import lower, random_inputs  # noqa: E402
 SIZES = {"B": 3, "S": 7, "D": 12, "H": 4, "G": 2, "K": 6, "F": 13, "L": 3, "V": 23, "P": 11, "C": 5}
 
 
-def counted(graph, device="cpu", **dims):
+def counted_flops(graph, device="cpu", **dims):
     module, inputs = lower(graph, device, **dims), random_inputs(graph, device, **dims)
     with FlopCounterMode(display=False) as counter:
         module(*inputs)
@@ -33,14 +33,14 @@ def test_models(name, training):
     graph = load(name, dtype="fp32", attention="eager")
     graph = cg.training_step(graph) if training else graph
     dims = sizes_of(graph)
-    assert counted(graph, **dims) == cg.matmul_flops(graph, count="full", **dims) > 0
+    assert counted_flops(graph, **dims) == cg.matmul_flops(graph, count="full", **dims) > 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama-3-8b", marks=pytest.mark.long)])
 def test_checkpointed_steps_count_recomputed_matmuls(name):
     step = training_step(load(name, dtype="fp32", attention="eager"), checkpoint=cg.every_block())
     dims = sizes_of(step)
-    assert counted(step, **dims) == cg.matmul_flops(step, count="full", **dims)
+    assert counted_flops(step, **dims) == cg.matmul_flops(step, count="full", **dims)
 
 
 @pytest.mark.parametrize("pattern", [
@@ -62,7 +62,7 @@ def test_contractions_count_as_matmuls(pattern):
     points = 1
     for n in names:
         points *= sizes[n]
-    assert counted(g) == cg.matmul_flops(g) == 2 * points
+    assert counted_flops(g) == cg.matmul_flops(g) == 2 * points
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -75,8 +75,8 @@ def test_convolutions_and_their_gradients(bias):
     back = cg.backward(g)
     # the mean's gradient is expanded: three equal-size products
     dims = {"B": 2, "C": 3, "N": 11, "O": 5}
-    assert counted(g, **dims) == cg.matmul_flops(g, **dims) == 2 * 2 * 5 * 6 * 6 * 3 * 9
-    assert counted(back, **dims) == cg.matmul_flops(back, count="full", **dims) == 3 * cg.matmul_flops(g, **dims)
+    assert counted_flops(g, **dims) == cg.matmul_flops(g, **dims) == 2 * 2 * 5 * 6 * 6 * 3 * 9
+    assert counted_flops(back, **dims) == cg.matmul_flops(back, count="full", **dims) == 3 * cg.matmul_flops(g, **dims)
 
 
 def test_decomposed_flash_attention_counts_full_squares():
@@ -85,4 +85,4 @@ def test_decomposed_flash_attention_counts_full_squares():
     with cg.Graph("g") as g:
         g.output(cg.attention(*(g.input(n, (B, H, S, K)) for n in "qkv")))
     dims = {"B": 2, "H": 3, "S": 7, "K": 5}
-    assert counted(g, "meta", **dims) == cg.matmul_flops(g, count="full", **dims) == 4 * 2 * 3 * 5 * 7**2
+    assert counted_flops(g, "meta", **dims) == cg.matmul_flops(g, count="full", **dims) == 4 * 2 * 3 * 5 * 7**2

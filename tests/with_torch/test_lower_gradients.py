@@ -16,7 +16,7 @@ from costgraph.torch.lowering import lower, random_inputs  # noqa: E402
 torch.set_num_threads(1)
 
 
-def of_autograd(module, names, inputs):
+def autograd_gradients(module, names, inputs):
     """Return autograd's gradients of the named inputs and parameters; for a stack, in layer order."""
     module.requires_grad_()
     for x in inputs.values():
@@ -62,7 +62,7 @@ def test_gradients_of_drawn_losses(case):
     forward.load_state_dict(module.state_dict())
     _, *made = module(*(x.clone() for x in inputs))
     names = [t.name for t in graph.tensors if t.producer is None and t.role == "input"]
-    wanted = of_autograd(forward, [t.name for t in back.gradients], dict(zip(names, inputs, strict=True)))
+    wanted = autograd_gradients(forward, [t.name for t in back.gradients], dict(zip(names, inputs, strict=True)))
     for (name, sources), found in zip(wanted.items(), made, strict=True):
         layers = found if isinstance(found, tuple) else (found,)
         assert len(layers) == len(sources), name

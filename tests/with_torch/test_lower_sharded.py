@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def ran(folder, *arguments):
+def run_world(folder, *arguments):
     """Return the results from the real ranks and the per-rank graphs."""
     paths = [str(Path(cg.__file__).parent.parent), str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -39,15 +39,15 @@ def ran(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    return ran(tmp_path_factory.mktemp("world"))
+    return run_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
 def large_world(tmp_path_factory):
-    return ran(tmp_path_factory.mktemp("large_world"), "long", "1000")
+    return run_world(tmp_path_factory.mktemp("large_world"), "long", "1000")
 
 
-def agree(derived, ranks, name, columns=3):
+def assert_ranks_agree(derived, ranks, name, columns=3):
     """Assert that every rank has its shard of the unsharded values, with as many collectives and about as many
     bytes."""
     reports = [rank[name] for rank in ranks if name in rank]
@@ -62,13 +62,13 @@ def agree(derived, ranks, name, columns=3):
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_match_their_shards_and_derived_collectives(name, world):
-    agree(*world, name)
+    assert_ranks_agree(*world, name)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", MORE)
 def test_ranks_of_larger_steps_match_their_shards(name, large_world):
-    agree(*large_world, name)
+    assert_ranks_agree(*large_world, name)
 
 
 @pytest.mark.long
@@ -76,7 +76,7 @@ def test_ranks_of_random_graphs_match_their_shards(large_world):
     names = [name for name in large_world[0] if name.startswith("drawn")]
     assert len(names) > 50
     for name in names:
-        agree(*large_world, name, columns=2)  # all dtypes run in fp64, which has other sizes
+        assert_ranks_agree(*large_world, name, columns=2)  # all dtypes run in fp64, which has other sizes
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def calls(case):
     return counts
 
 
-def ring(found, *key):
+def ring_bytes(found, *key):
     """Return the bytes that a rank sends in ring algorithms in all calls of a phase and kind, over a group size."""
     sent = Fraction()
     for (phase, collective, ranks, size), times in found.items():
@@ -48,7 +48,7 @@ def ring(found, *key):
     return sent
 
 
-def times(found, *key):
+def call_count(found, *key):
     return sum(n for row, n in found.items() if row[: len(key)] == key)
 
 
@@ -85,7 +85,7 @@ def test_tensor_parallel_collectives_match_dtensor():
 def test_sequence_parallel_collectives_match_dtensor(hold):
     ours, torchs = calls(case(tp=4, sequence=True, hold=hold)), torch_calls("tensor and sequence, loss parallel")
     for key in (("forward", "all_gather"), ("forward", "reduce_scatter"), ("backward", "reduce_scatter")):
-        assert ring(ours, *key) == ring(torchs, *key) == 110_592  # (2L + 1) * 3/4 * 16,384
+        assert ring_bytes(ours, *key) == ring_bytes(torchs, *key) == 110_592  # (2L + 1) * 3/4 * 16,384
     # the gathered forward activations are saved, like torch's, or gathered again, like Megatron's
     again = {} if hold else {("backward", "all_gather", 4, X): 2 * L + 1}
     assert ours - torchs == again | {
@@ -104,7 +104,9 @@ def test_saved_gathered_activations_are_not_regathered():
     key = ("backward", "all_gather")
     ours, torchs = calls(case(tp=4, sequence=True)), torch_calls("tensor and sequence, loss parallel")
     assert {row: n for row, n in ours.items() if row[:2] == key} == {(*key, 4, X): 2 * L + 1}
-    assert times(ours, *key) == times(torchs, *key) == 2 * L + 1  # gradients for the scattered activations only
+    assert (
+        call_count(ours, *key) == call_count(torchs, *key) == 2 * L + 1
+    )  # gradients for the scattered activations only
 
 
 @pytest.mark.parametrize("name", ["tensor", "tensor and sequence"])
@@ -142,7 +144,7 @@ def test_fsdp_collectives_match_call_for_call(name, ranks, policy):
     ours, torchs = fully(ranks, **policy), torch_calls(name)
     assert ours - torchs == {(*LOSS, ranks, 4): 1}
     assert not torchs - ours
-    assert ring(ours, *GATHERED) == ring(ours, *REDUCED) == Fraction(ranks - 1, ranks) * P
+    assert ring_bytes(ours, *GATHERED) == ring_bytes(ours, *REDUCED) == Fraction(ranks - 1, ranks) * P
 
 
 @pytest.mark.parametrize("each", [True, False])
@@ -152,8 +154,8 @@ def test_micro_batch_collectives_match_fully_shard(each):
     ours = calls(Case(graph, rank, {"dp": 4}, {**SIZES, "B": 4 * SIZES["B"]}))
     torchs = torch_calls("fully sharded, micro-batches" + (", reduced once" if not each else ""))
     for key in (GATHERED, AGAIN, REDUCED):
-        assert ring(ours, *key) == ring(torchs, *key)
-    assert ring(ours, *REDUCED) == Fraction(3, 4) * P * (3 if each else 1)
+        assert ring_bytes(ours, *key) == ring_bytes(torchs, *key)
+    assert ring_bytes(ours, *REDUCED) == Fraction(3, 4) * P * (3 if each else 1)
     assert ours - torchs == {(*LOSS, 4, 4): 3}
     assert not torchs - ours
 
@@ -161,10 +163,10 @@ def test_micro_batch_collectives_match_fully_shard(each):
 def test_per_parameter_sharding_sends_as_much_as_units():
     """9 parameters per layer and 3 others, where `fully_shard` has one bucket per unit."""
     ours, torchs = fully(by_unit=False), torch_calls("fully sharded")
-    assert [times(torchs, *key) for key in (GATHERED, AGAIN, REDUCED)] == [L + 1, L, L + 1]
-    assert [times(ours, *key) for key in (GATHERED, AGAIN, REDUCED)] == [9 * L + 3, 9 * L, 9 * L + 3]
+    assert [call_count(torchs, *key) for key in (GATHERED, AGAIN, REDUCED)] == [L + 1, L, L + 1]
+    assert [call_count(ours, *key) for key in (GATHERED, AGAIN, REDUCED)] == [9 * L + 3, 9 * L, 9 * L + 3]
     for key in (GATHERED, AGAIN, REDUCED):
-        assert ring(ours, *key) == ring(torchs, *key)
+        assert ring_bytes(ours, *key) == ring_bytes(torchs, *key)
 
 
 def test_partial_resharding_matches_fully_shard():
@@ -174,9 +176,9 @@ def test_partial_resharding_matches_fully_shard():
     torchs = torch_calls("fully sharded, kept by 2")
     # torch has one call over four ranks where the derived graph has one per axis; ring algorithms send the same bytes
     for key in (GATHERED, AGAIN, REDUCED):
-        assert ring(ours, *key) == ring(torchs, *key)
+        assert ring_bytes(ours, *key) == ring_bytes(torchs, *key)
     assert {row: n for row, n in ours.items() if row[:2] == AGAIN} == {(*AGAIN, 2, LAYER): L, (*AGAIN, 2, REST): 1}
-    assert ring(torchs, *AGAIN) == P / 2
+    assert ring_bytes(torchs, *AGAIN) == P / 2
 
 
 @pytest.mark.parametrize("hold", [True, False])
@@ -192,7 +194,7 @@ def test_fsdp_with_tensor_and_sequence_parallelism_matches_torch(hold):
     gains = 4 * SIZES["D"]
     whole = (P - (2 * L + 1) * gains) / 4 + (2 * L + 1) * gains  # norm weights are replicated over tp
     for key in (GATHERED, REDUCED):
-        assert ring(ours, *key, 2) == whole / 2 == 115_840
+        assert ring_bytes(ours, *key, 2) == whole / 2 == 115_840
     # gradients of norm weights are reduced over tp before they are scattered over dp
     assert ours["backward", "all_reduce", 4, gains] == 2 * L + 1
 
@@ -211,15 +213,15 @@ def test_hybrid_sharding_matches_torch(degrees):
     assert ours - torchs == {(*LOSS, 4, 4): 1, (*LOSS, 2, 4): 1}
     assert not torchs - ours
     # a quarter of each gradient remains after the reduce-scatter; it is all-reduced
-    assert ring(ours, "backward", "all_reduce", 2) == P / 4
+    assert ring_bytes(ours, "backward", "all_reduce", 2) == P / 4
 
 
 def test_zero1_collectives_match_zero_redundancy_optimizer():
     ours, torchs = calls(case(dp=4, zero=1, optimizer="AdamW")), torch_calls("states")
     key = ("backward", "all_reduce")
-    assert ring(ours, *key) == ring(torchs, *key) == 1_379_712 == Fraction(2 * 3, 4) * P
+    assert ring_bytes(ours, *key) == ring_bytes(torchs, *key) == 1_379_712 == Fraction(2 * 3, 4) * P
     # one bucket of 25 MB against a call per parameter, 39 in all
-    assert (times(torchs, *key), times(ours, *key)) == (1, 39)
+    assert (call_count(torchs, *key), call_count(ours, *key)) == (1, 39)
     # ZeroRedundancyOptimizer assigns whole parameters to a rank, which broadcasts them; the derived graph shards each
     sent = sum(n * row[3] for row, n in torchs.items() if row[1] == "broadcast")
     assert sent == sum(n * row[3] for row, n in ours.items() if row[:2] == ("optimizer", "all_gather")) == P

@@ -24,7 +24,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def of_torch(name, p, v, m, **options):
+def torch_schedule(name, p, v, m, **options):
     ranks = []
     for actions in get_schedule_ops(TORCHS[name], p, m, None if v == 1 else v, **options):
         made, count = [], 0
@@ -41,7 +41,7 @@ def of_torch(name, p, v, m, **options):
     return ranks
 
 
-def most_held(actions, ends):
+def max_in_flight(actions, ends):
     held = most = 0
     for kind, *_ in actions:
         held += (kind == "F") - (kind in ends)
@@ -53,7 +53,7 @@ def most_held(actions, ends):
 def test_schedule_sends_and_receives_equal_torchs(name):
     p, v, m = 4, 2, 12
     ours = cg.plan.schedule(name, p, m, v, sends=True)
-    for rank, (mine, theirs) in enumerate(zip(ours, of_torch(name, p, v, m, with_comms=True), strict=True)):
+    for rank, (mine, theirs) in enumerate(zip(ours, torch_schedule(name, p, v, m, with_comms=True), strict=True)):
         assert Counter(a[:3] for a in mine) == Counter(theirs)
         assert cg.plan.sends(name, p, m, v, rank) == sum(kind.startswith("send") for kind, *_ in theirs)
 
@@ -89,11 +89,11 @@ def cases(name, p):
 def test_schedules_and_bubbles_equal_torchs(name, p):
     for case in cases(name, p):
         v, m = case
-        theirs, ours = of_torch(name, p, v, m), cg.plan.schedule(name, p, m, v)
+        theirs, ours = torch_schedule(name, p, v, m), cg.plan.schedule(name, p, m, v)
         assert [[a[:3] for a in actions] for actions in ours] == theirs, case
         for rank, actions in enumerate(theirs):
             for until, ends in (("input", "BI"), ("weights", "BW")):
-                assert cg.plan.in_flight(name, p, m, v, rank, until) == most_held(actions, ends), case
+                assert cg.plan.in_flight(name, p, m, v, rank, until) == max_in_flight(actions, ends), case
         for times in ((1, 1, 1), (7, 5, 3), (2, 3, 13)):
             took, busy = makespan(theirs, dict(zip("FIW", times, strict=True))), m * v * sum(times)
             named = dict(zip(("forward", "backward_input", "backward_weight"), times, strict=True))

@@ -57,7 +57,7 @@ def called(graph):
     return [op.call.target.removesuffix(".default") for op in graph.ops if op.call is not None]
 
 
-def rules(graph):
+def dispatch_rules(graph):
     return {row.rule for row in dispatched(graph)}
 
 
@@ -98,7 +98,7 @@ CHOSEN = [
 @pytest.mark.parametrize(("kernel", "dtype", "size", "options"), CHOSEN)
 def test_attention_dispatches_like_torch(kernel, dtype, size, options):
     graph = attended(dtype, size, **options)
-    assert rules(graph) == {f"attention: {kernel}"}
+    assert dispatch_rules(graph) == {f"attention: {kernel}"}
     name = {"cuDNN": "_cudnn", "flash": "_flash", "efficient": "_efficient", "math": "_math"}[kernel]
     fused = [target for target in called(graph) if target.startswith("_scaled_dot_product")]
     expected = [
@@ -287,7 +287,7 @@ def test_llama_attention_kernel_depends_on_dtype(dtype):
     ids, dims = torch.zeros(3, 17, dtype=torch.int64), [("B", "S")]
     graphs = [trace(model, ids, dims=dims, keywords={"use_cache": False}, device=device) for device in ("cpu", "cuda")]
     # shared KV heads: cuDNN supports them, but no fp32 kernel does
-    assert rules(graphs[1]) == {"attention: math" if dtype == fp32 else "attention: cuDNN"}
+    assert dispatch_rules(graphs[1]) == {"attention: math" if dtype == fp32 else "attention: cuDNN"}
     counts = [cg.matmul_flops(g, count="full", B=3, S=17) for g in graphs]
     assert counts[0] == counts[1]
 

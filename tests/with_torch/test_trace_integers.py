@@ -59,7 +59,7 @@ class Converted(nn.Module):
         return self.linear(x.new_zeros(len(x), n, d)).reshape(b * n, -1)
 
 
-def _agrees(module: nn.Module, dims: list[Any], given: tuple[int, ...], **sizes: int) -> None:
+def _assert_flops_match_runs(module: nn.Module, dims: list[Any], given: tuple[int, ...], **sizes: int) -> None:
     g = trace(module, torch.zeros(given), dims=[dims])
     assert {str(s) for s in cg.matmul_flops(g).free_symbols} == set(sizes)
     for factor in (1, 3):
@@ -78,13 +78,13 @@ LIKE_OTHERS = ("int of a quotient", "int of ceil", "shifted", "text", "generator
     "name", [pytest.param(n, marks=pytest.mark.long) if n in LIKE_OTHERS else n for n in CONVERSIONS]
 )
 def test_conversion_keeps_the_size_open(name: str):
-    _agrees(Converted([CONVERSIONS[name]]), ["B", "S", None], (3, 16, 4), B=2, S=24)
+    _assert_flops_match_runs(Converted([CONVERSIONS[name]]), ["B", "S", None], (3, 16, 4), B=2, S=24)
 
 
 @given(st.lists(st.sampled_from(sorted(CONVERSIONS)), min_size=2, max_size=4), st.integers(2, 40), st.integers(2, 40))
 @drawing(80)
 def test_conversions_one_after_the_other_keep_sizes(names: list[str], traced: int, other: int):
-    _agrees(Converted([CONVERSIONS[n] for n in names]), ["B", "S", None], (3, traced, 4), B=2, S=other)
+    _assert_flops_match_runs(Converted([CONVERSIONS[n] for n in names]), ["B", "S", None], (3, traced, 4), B=2, S=other)
 
 
 class Hop(nn.Module):
@@ -112,8 +112,8 @@ class Resized(nn.Module):
 
 
 def test_rounded_sizes_stay_open():
-    _agrees(Hop(), ["B", None, "T"], (2, 1, 64), B=3, T=50)
-    _agrees(Resized(), ["B", None, "R", "R"], (2, 4, 32, 32), B=3, R=16)
+    _assert_flops_match_runs(Hop(), ["B", None, "T"], (2, 1, 64), B=3, T=50)
+    _assert_flops_match_runs(Resized(), ["B", None, "R", "R"], (2, 4, 32, 32), B=3, R=16)
 
 
 def test_range_values_become_a_tensor():

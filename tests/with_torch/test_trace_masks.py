@@ -36,7 +36,7 @@ def data(B, S, mask):
     return (*out, torch.ones(B, S, dtype=torch.int64)) if mask else out
 
 
-def products_of_attention(g, count, **size):
+def attention_flops(g, count, **size):
     rows = cg.costs(g, count=count, **size).filter(kind="matmul", direction="compute")
     return sum(r.amount for r in rows.rows if "attention" in r.op)
 
@@ -53,12 +53,12 @@ def test_default_attention_step_matches_a_real_run(family, mask):
         pairs = size["B"] * HEADS * size["S"] * (size["S"] + 1) // 2  # a query and a key at or before its position
         # scores and values in the forward pass; scores again, and four gradients, in the backward pass
         products = LAYERS * (2 + 5) * 2 * WIDTH * pairs
-        assert products_of_attention(g, "executed", **size) == products
+        assert attention_flops(g, "executed", **size) == products
         module = Loss(family)
         peak, flops = differences(g, module, data(**size, mask=mask), adamw(module.parameters()), **size)
         assert abs(peak) <= SCALARS
         # the counter has no formula for the CPU's kernel: all else is equal
-        assert -flops == products_of_attention(g, "full", **size)
+        assert -flops == attention_flops(g, "full", **size)
 
 
 def test_partial_mask_is_passed_to_the_kernel():

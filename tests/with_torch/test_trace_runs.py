@@ -43,7 +43,7 @@ def rand(*sizes, grad=False):
     return torch.randn(sizes).requires_grad_(grad)
 
 
-def missing(module, inputs, train=False):
+def peak_error(module, inputs, train=False):
     """Return the bytes by which the real peak exceeds the trace's."""
     module.train(train)
     if not train:
@@ -119,7 +119,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_fused_layers_match_the_allocator(name):
     module, *masks = WHOLE[name]()
-    assert abs(missing(module, (rand(B, S, D), *masks))) <= NEAR
+    assert abs(peak_error(module, (rand(B, S, D), *masks))) <= NEAR
 
 
 def test_fused_layer_matches_its_decomposition():
@@ -173,7 +173,7 @@ def test_recurrent_layers(name, train):
     if "LSTM" in name and not AVX2:
         pytest.skip("workspaces are those of a processor with AVX2")
     module = RECURRENT[name]()
-    assert abs(missing(outputs(module), (rand(3, B, module.input_size),), train)) <= NEAR
+    assert abs(peak_error(outputs(module), (rand(3, B, module.input_size),), train)) <= NEAR
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_checkpoints_save_the_rng_state(reentrant, train):
     blocks = [nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1)) for _ in range(3)]
     net = Program(lambda x, *blocks: reduce(lambda h, m: again(m, h, reentrant), blocks, x), *blocks)
     x = rand(2, 3, grad=True)
-    assert 0 <= missing(net, (x,), train) <= 64  # three RNG states with 5,056 bytes each, and loss scalars
+    assert 0 <= peak_error(net, (x,), train) <= 64  # three RNG states with 5,056 bytes each, and loss scalars
     without = Program(lambda x, *blocks: reduce(lambda h, m: m(h), blocks, x), *blocks)
     state = torch.get_rng_state().numel()
     names = [cg.peak_memory(trace(Loss(m.train()), x, train=True)) for m in (net, without)]
@@ -318,4 +318,4 @@ PLAIN = [(kernel, [*LAYOUTS][i % 3], True) for i, kernel in enumerate(KERNELS)]
 def test_kernels_copy_non_dense_operands(kernel, layout, train):
     torch.manual_seed(0)
     targets = [torch.randint(0, 59, (B, 61))] if kernel in LOOKUPS else []
-    assert abs(missing(Leaf(KERNELS[kernel](), LAYOUTS[layout]()), (torch.ones(1), *targets), train)) <= NEAR
+    assert abs(peak_error(Leaf(KERNELS[kernel](), LAYOUTS[layout]()), (torch.ones(1), *targets), train)) <= NEAR

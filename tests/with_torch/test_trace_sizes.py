@@ -100,16 +100,16 @@ def test_padding_programs_match_runs_at_other_sizes(size, asks):
     assert taken >= (1 if size == 3 else 4)
 
 
-def filled(x):
+def padded_to_blocks(x):
     return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 4))
 
 
 def added(x):
-    return filled(x) + x
+    return padded_to_blocks(x) + x
 
 
 def compared(x):
-    y = filled(x)
+    y = padded_to_blocks(x)
     return y.reshape(y.shape[0], -1, 4, 5).sum(2) if y.shape[1] == x.shape[1] else y
 
 

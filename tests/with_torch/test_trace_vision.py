@@ -9,7 +9,7 @@ import costgraph as cg
 from costgraph.torch import trace
 
 
-def held_to_the_counter(model, batch, *, train=False):
+def assert_flops_match_counter(model, batch, *, train=False):
     """Trace with an open batch and compare with real runs of two other batches; the counter miscounts grouped
     gradients."""
 
@@ -35,17 +35,17 @@ def held_to_the_counter(model, batch, *, train=False):
 @pytest.mark.parametrize("name", ["alexnet", "resnet18", "mobilenet_v2", "densenet121", "vgg11", "efficientnet_b0"])
 def test_torchvision_forward_flops_match_the_counter(name):
     models = pytest.importorskip("torchvision.models")
-    held_to_the_counter(getattr(models, name)(weights=None).eval(), 2)
+    assert_flops_match_counter(getattr(models, name)(weights=None).eval(), 2)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vgg11_bn"])
 def test_torchvision_step_flops_match_the_counter(name):
     models = pytest.importorskip("torchvision.models")
-    held_to_the_counter(getattr(models, name)(weights=None), 2, train=True)
+    assert_flops_match_counter(getattr(models, name)(weights=None), 2, train=True)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "convnext_atto", "mixer_s32_224"])
 def test_timm_forward_flops_match_the_counter(name):
     timm = pytest.importorskip("timm")
     options = {"img_size": 64} if name.startswith("mixer") else {}
-    held_to_the_counter(timm.create_model(name, pretrained=False, **options).eval(), 2)
+    assert_flops_match_counter(timm.create_model(name, pretrained=False, **options).eval(), 2)

@@ -88,7 +88,7 @@ SEVERAL = [
 ]  # fmt: skip
 
 
-def built(name):
+def build_module(name):
     classes, fields = VARIANTS[name]
     return module(classes, fields), config(classes, **fields).to_dict()
 
@@ -101,7 +101,7 @@ def graph_of(name, attention="flash"):
 
 def counted(name):
     """Return torch's counts of a module: parameters and matmul FLOPs."""
-    reference, _ = built(name)
+    reference, _ = build_module(name)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         reference.eval()(*inputs())
     return sum(p.numel() for p in reference.parameters()), counter.get_total_flops()
@@ -144,7 +144,7 @@ def test_saved_dense_config_loads_the_same_graph(name, tmp_path):
 @pytest.mark.parametrize("name", in_part(SEVERAL, 0))
 def test_dense_step_matmul_flops_equal_autograd(name):
     torch.manual_seed(0)
-    reference, _ = built(name)
+    reference, _ = build_module(name)
     with FlopCounterMode(display=False) as counter:
         logits = reference.train()(*inputs()).logits
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(B * S, dtype=torch.int64)).backward()
@@ -161,7 +161,7 @@ MASKED = {"mistral": 3, "mistral full": 0, "qwen2 window": 1, "qwen3 pattern": 2
 
 @pytest.mark.parametrize("name", sorted(MASKED))
 def test_flash_flops_match_the_modules_masks(name):
-    reference, _ = built(name)
+    reference, _ = build_module(name)
     shown = []
 
     def seen(layer, arguments, keywords):

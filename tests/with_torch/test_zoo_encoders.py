@@ -26,7 +26,7 @@ def of(module, graph, inputs=(), keywords=None, **sizes):
     assert cg.matmul_flops(graph, count="full", **sizes) == counter.get_total_flops()
 
 
-def configured(kind, config):
+def module_and_graph(kind, config):
     """Return the module of a config, and its declaration."""
     config._attn_implementation = "eager"
     fields = {**config.to_dict(), "architectures": [kind.__name__]}
@@ -54,7 +54,7 @@ BERT = {
     ],
 )
 def test_bert(kind, more):
-    module, graph = configured(getattr(transformers, kind), transformers.BertConfig(**{**BERT, **more}))
+    module, graph = module_and_graph(getattr(transformers, kind), transformers.BertConfig(**{**BERT, **more}))
     of(module, graph, (ids(B, S),), B=B, S=S)
 
 
@@ -81,7 +81,7 @@ def t5_inputs():
     ],
 )
 def test_t5(more):
-    module, graph = configured(transformers.T5ForConditionalGeneration, transformers.T5Config(**{**T5, **more}))
+    module, graph = module_and_graph(transformers.T5ForConditionalGeneration, transformers.T5Config(**{**T5, **more}))
     of(module, graph, keywords=t5_inputs(), B=B, S=S, M=M)
 
 
@@ -111,7 +111,7 @@ def whisper_inputs():
 @pytest.mark.parametrize("more", [{}, {"activation_function": "relu"}, {"tie_word_embeddings": False}])
 def test_whisper(more):
     kind = transformers.WhisperForConditionalGeneration
-    module, graph = configured(kind, transformers.WhisperConfig(**{**WHISPER, **more}))
+    module, graph = module_and_graph(kind, transformers.WhisperConfig(**{**WHISPER, **more}))
     of(module, graph, keywords=whisper_inputs(), B=B, S=S)
 
 
@@ -133,7 +133,7 @@ VIT = {
     ],
 )
 def test_vit(kind, more):
-    module, graph = configured(getattr(transformers, kind), transformers.ViTConfig(**{**VIT, **more}))
+    module, graph = module_and_graph(getattr(transformers, kind), transformers.ViTConfig(**{**VIT, **more}))
     of(module, graph, (torch.zeros(B, 2, 23, 23),), B=B)
 
 
@@ -163,7 +163,7 @@ VISION = {
 @pytest.mark.parametrize("more", [{}, {"hidden_act": "gelu"}])
 def test_clip(more):
     config = transformers.CLIPConfig(text_config={**TEXT, **more}, vision_config=VISION, projection_dim=11)
-    module, graph = configured(transformers.CLIPModel, config)
+    module, graph = module_and_graph(transformers.CLIPModel, config)
     of(module, graph, (ids(B, S), torch.zeros(B, 2, 23, 23)), B=B, S=S)
 
 
@@ -200,7 +200,7 @@ def summed(*outputs):
     return sum(parts[1:], start=parts[0])
 
 
-def trained(module, graph, inputs=(), keywords=None, **sizes):
+def assert_step_matches(module, graph, inputs=(), keywords=None, **sizes):
     """Compare a whole step with a forward and backward pass of the module."""
     with FlopCounterMode(display=False) as counter:
         total(module(*inputs, **(keywords or {}))).backward()
@@ -210,12 +210,12 @@ def trained(module, graph, inputs=(), keywords=None, **sizes):
 
 @pytest.mark.long
 def test_a_step_of_bert():
-    module, graph = configured(transformers.BertModel, transformers.BertConfig(**BERT))
-    trained(module, graph, (ids(B, S),), B=B, S=S)
+    module, graph = module_and_graph(transformers.BertModel, transformers.BertConfig(**BERT))
+    assert_step_matches(module, graph, (ids(B, S),), B=B, S=S)
 
 
 def test_a_step_of_t5():
-    module, graph = configured(transformers.T5ForConditionalGeneration, transformers.T5Config(**T5))
+    module, graph = module_and_graph(transformers.T5ForConditionalGeneration, transformers.T5Config(**T5))
     decoded = {**t5_inputs(), "return_dict": True}
     with FlopCounterMode(display=False) as counter:
         module(**decoded).logits.sum().backward()
@@ -225,7 +225,7 @@ def test_a_step_of_t5():
 
 def test_a_step_of_whisper():
     kind = transformers.WhisperForConditionalGeneration
-    module, graph = configured(kind, transformers.WhisperConfig(**WHISPER))
+    module, graph = module_and_graph(kind, transformers.WhisperConfig(**WHISPER))
     with FlopCounterMode(display=False) as counter:
         module(**whisper_inputs()).logits.sum().backward()
     step = cg.training_step(graph, loss=summed, optimizer=cg.SGD())
@@ -234,13 +234,13 @@ def test_a_step_of_whisper():
 
 @pytest.mark.long
 def test_a_step_of_vit():
-    module, graph = configured(transformers.ViTModel, transformers.ViTConfig(**VIT))
-    trained(module, graph, (torch.zeros(B, 2, 23, 23),), B=B)
+    module, graph = module_and_graph(transformers.ViTModel, transformers.ViTConfig(**VIT))
+    assert_step_matches(module, graph, (torch.zeros(B, 2, 23, 23),), B=B)
 
 
 def test_a_step_of_clip():
     config = transformers.CLIPConfig(text_config=TEXT, vision_config=VISION, projection_dim=11)
-    module, graph = configured(transformers.CLIPModel, config)
+    module, graph = module_and_graph(transformers.CLIPModel, config)
     with FlopCounterMode(display=False) as counter:
         module(ids(B, S), torch.zeros(B, 2, 23, 23), return_loss=True).loss.backward()
     step = cg.training_step(graph, optimizer=cg.SGD())  # CLIP has its own loss
@@ -251,7 +251,7 @@ def test_a_step_of_dit():
     sizes = {"R": 10, "IC": 3, "D": 15, "H": 3, "F": 19, "L": 2, "C": 11, "waves": 14}
     module = DiT(10, 2, 15, 3, 19, 2, classes=11, channels=3, waves=14)
     graph = load("dit-xl-2", attention="eager")
-    trained(module, graph, (torch.zeros(B, 3, 10, 10), ids(B), ids(B)), B=B, **sizes)
+    assert_step_matches(module, graph, (torch.zeros(B, 3, 10, 10), ids(B), ids(B)), B=B, **sizes)
 
 
 SMALL = {

@@ -27,7 +27,7 @@ def _module(config, kind):
     return getattr(transformers, kind)(config).eval()
 
 
-def _agree(config, kind, side=None):
+def _assert_counts_equal(config, kind, side=None):
     """Assert that a transformers module and its declaration have equal parameters and matmul FLOPs."""
     module = _module(config, kind)
     g = cg.models.from_config(config.to_dict(), attention="eager")
@@ -45,7 +45,7 @@ def _convolved_back(gradient, _x, weight, *_, out_shape, **__):
     return 2 * prod(gradient) * prod(weight[1:]) * sum(made is not None for made in out_shape[:2])
 
 
-def _step_agrees(g, module, inputs, loss, **sizes):
+def _assert_step_matches(g, module, inputs, loss, **sizes):
     """Assert that a training step has the matmul FLOPs of the module's forward and backward pass."""
     module.train()
     back = {torch.ops.aten.convolution_backward: _convolved_back}
@@ -67,7 +67,7 @@ CONVNEXT = {
 @pytest.mark.parametrize("kind", ["ConvNextModel", "ConvNextForImageClassification"])
 @pytest.mark.parametrize("sizes", CONVNEXT.values(), ids=CONVNEXT)
 def test_convnext(sizes, kind):
-    _agree(transformers.ConvNextConfig(**sizes), kind)
+    _assert_counts_equal(transformers.ConvNextConfig(**sizes), kind)
 
 
 SWIN = {
@@ -84,7 +84,7 @@ SWIN = {
 @pytest.mark.parametrize("kind", [pytest.param("SwinModel", marks=pytest.mark.long), "SwinForImageClassification"])
 @pytest.mark.parametrize("sizes", SWIN.values(), ids=SWIN)
 def test_swin(sizes, kind):
-    _agree(transformers.SwinConfig(**sizes), kind)
+    _assert_counts_equal(transformers.SwinConfig(**sizes), kind)
 
 
 MOBILENET = {
@@ -101,11 +101,11 @@ MOBILENET = {
 
 @pytest.mark.parametrize("sizes", MOBILENET.values(), ids=MOBILENET)
 def test_mobilenet_v2(sizes):
-    _agree(transformers.MobileNetV2Config(**sizes), "MobileNetV2ForImageClassification")
+    _assert_counts_equal(transformers.MobileNetV2Config(**sizes), "MobileNetV2ForImageClassification")
 
 
 def test_mobilenet_v2_without_a_head():
-    _agree(transformers.MobileNetV2Config(image_size=35), "MobileNetV2Model")
+    _assert_counts_equal(transformers.MobileNetV2Config(image_size=35), "MobileNetV2Model")
 
 
 SHORT = {"in_channels": [32, 16], "out_channels": [16, 24], "kernel_sizes": [3, 5], "strides": [1, 2]}
@@ -130,7 +130,7 @@ EFFICIENTNET = {
 )
 @pytest.mark.parametrize("sizes", EFFICIENTNET.values(), ids=EFFICIENTNET)
 def test_efficientnet(sizes, kind):
-    _agree(transformers.EfficientNetConfig(**sizes), kind)
+    _assert_counts_equal(transformers.EfficientNetConfig(**sizes), kind)
 
 
 def test_efficientnet_with_too_little_padding_is_refused():
@@ -169,7 +169,7 @@ def test_dlrm(itself):
     inputs = torch.zeros(23, 7), *(torch.zeros(23, 5, dtype=torch.int64) for _ in rows)
     assert (cg.param_count(g, **sizes), cg.matmul_flops(g, **sizes)) == _counted(module, *inputs)
     targets = torch.zeros(23, 1)
-    _step_agrees(g, module, inputs, lambda p: nn.functional.binary_cross_entropy(p, targets), **sizes)
+    _assert_step_matches(g, module, inputs, lambda p: nn.functional.binary_cross_entropy(p, targets), **sizes)
 
 
 def _classes(logits):
@@ -184,13 +184,13 @@ def _classes(logits):
     ],
 )
 def test_mobile_model_steps_match_torch(name, module):
-    _step_agrees(load(name), module(), (torch.zeros(2, 3, 37, 37),), _classes, B=2, R=37)
+    _assert_step_matches(load(name), module(), (torch.zeros(2, 3, 37, 37),), _classes, B=2, R=37)
 
 
 def test_convnext_step_matches_torch():
     module = convnext([6, 10, 14, 22], [1, 2, 3, 1], 7)
     sizes = {"B": 2, "R": 67, "C": 7, "D1": 6, "D2": 10, "D3": 14, "D4": 22, "L1": 1, "L2": 2, "L3": 3, "L4": 1}
-    _step_agrees(load("convnext-tiny"), module, (torch.zeros(2, 3, 67, 67),), _classes, **sizes)
+    _assert_step_matches(load("convnext-tiny"), module, (torch.zeros(2, 3, 67, 67),), _classes, **sizes)
 
 
 @pytest.mark.long
@@ -198,7 +198,7 @@ def test_swin_step_matches_torch():
     config = transformers.SwinConfig(**SWIN["padded"], num_labels=7)
     module = _module(config, "SwinForImageClassification")
     g = cg.models.from_config(config.to_dict(), attention="eager")
-    _step_agrees(g, module, (torch.zeros(2, 3, 92, 92),), lambda made: _classes(made.logits), B=2)
+    _assert_step_matches(g, module, (torch.zeros(2, 3, 92, 92),), lambda made: _classes(made.logits), B=2)
 
 
 def test_every_preset_has_a_reference():

@@ -31,7 +31,7 @@ def from_config(config, cls, **options):
     return cg.models.from_config({**config.to_dict(), "architectures": [cls.__name__]}, **options)
 
 
-def equal(graph, module, steps, **sizes):
+def assert_counts_equal(graph, module, steps, **sizes):
     """Compare a declaration with torch's count; `test_zoo_page.py` traces modules."""
     module = module.eval()
     given = tokens(steps)
@@ -54,7 +54,7 @@ FLIPPED = {"use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "residual
 )
 def test_mamba(fields, scan):
     config = MambaConfig(**{**MAMBA, **fields})
-    equal(from_config(config, MambaForCausalLM, scan=scan), MambaForCausalLM(config), 7)
+    assert_counts_equal(from_config(config, MambaForCausalLM, scan=scan), MambaForCausalLM(config), 7)
 
 
 MAMBA2 = {**MAMBA, "num_heads": 6, "head_dim": 8, "n_groups": 2, "chunk_size": 8}
@@ -65,7 +65,7 @@ MAMBA2 = {**MAMBA, "num_heads": 6, "head_dim": 8, "n_groups": 2, "chunk_size": 8
 def test_mamba2_in_chunks(fields, steps):
     config = Mamba2Config(**{**MAMBA2, **fields})
     graph = from_config(config, Mamba2ForCausalLM, form="chunked", scan="ops")
-    equal(graph, Mamba2ForCausalLM(config), steps)
+    assert_counts_equal(graph, Mamba2ForCausalLM(config), steps)
 
 
 def test_mamba2_kernel_flops_per_group_and_chunk_state():
@@ -97,7 +97,7 @@ XLSTM_CONFIG = {"vocab_size": WORDS, "hidden_size": 128, "num_hidden_layers": 2,
 def test_xlstm_large(fields, steps, options):
     """Below a chunk, transformers runs position by position, with a matmul for each outer product."""
     config = xLSTMConfig(**{**XLSTM_CONFIG, **fields})
-    equal(from_config(config, xLSTMForCausalLM, **options), xLSTMForCausalLM(config), steps)
+    assert_counts_equal(from_config(config, xLSTMForCausalLM, **options), xLSTMForCausalLM(config), steps)
 
 
 def test_kernel_outer_products_are_no_matmuls():
@@ -135,7 +135,7 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_models_outside_transformers_match_their_modules(name):
     build, sizes, options = SMALL[name]
-    equal(load(name, **options), build(), 7, **sizes)
+    assert_counts_equal(load(name, **options), build(), 7, **sizes)
 
 
 def test_every_preset_has_a_module():

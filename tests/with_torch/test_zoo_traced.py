@@ -92,7 +92,7 @@ def test_forward_peak_equals_the_traced_module(name, dtype):
         assert cg.peak_memory(d, B=B, S=S) == cg.peak_memory(g, B=B, S=S)
 
 
-def held_to(name, optimizer, dtype, layers, most=0, statistics=0, sizes=SIZES):
+def assert_peak_equals_trace(name, optimizer, dtype, layers, most=0, statistics=0, sizes=SIZES):
     """Compare a step's peak with the trace's: up to `most` bytes below it, some above it per row."""
     g, d = traced(name, optimizer, dtype, layers), declared(name, optimizer, dtype, layers)
     assert cg.param_count(d) == cg.param_count(g)
@@ -105,31 +105,31 @@ def held_to(name, optimizer, dtype, layers, most=0, statistics=0, sizes=SIZES):
 
 @pytest.mark.parametrize("name", [pytest.param("llama-2-7b", marks=pytest.mark.long), "llama-3-8b"])
 def test_step_peak_equals_the_traced_module(name):
-    held_to(name, "foreach", "fp32", SHALLOW)
+    assert_peak_equals_trace(name, "foreach", "fp32", SHALLOW)
 
 
 @pytest.mark.long
 def test_tied_embedding_step_peak_equals_the_module():
-    held_to("gpt2 of few words", "foreach", "fp32", SHALLOW)
+    assert_peak_equals_trace("gpt2 of few words", "foreach", "fp32", SHALLOW)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", "llama-3-8b"])
 def test_for_loop_optimizer_step_peak_equals_the_module(name):
     # a loop variable holds the previous parameter's denominator: at the head, a norm's
-    held_to(name, "for-loop", "fp32", SHALLOW, most=0 if name == "gpt2" else 4 * 4096)
+    assert_peak_equals_trace(name, "for-loop", "fp32", SHALLOW, most=0 if name == "gpt2" else 4 * 4096)
 
 
 @pytest.mark.long
 def test_bf16_step_peak_equals_the_module():
-    held_to("llama-3-8b", "foreach", "bf16", SHALLOW)
+    assert_peak_equals_trace("llama-3-8b", "foreach", "bf16", SHALLOW)
 
 
 def test_declared_norm_statistics_are_fp32_unlike_on_a_cpu():
     # mean and reciprocal standard deviation per row: 4 bytes each, not 2
     norms = 2 + 1
-    held_to("gpt2", "for-loop", "bf16", 1, statistics=4 * norms, sizes=SIZES[1:])
-    held_to("gpt2", "for-loop", "bf16", 1, sizes=SIZES[:1])  # the update determines the peak
+    assert_peak_equals_trace("gpt2", "for-loop", "bf16", 1, statistics=4 * norms, sizes=SIZES[1:])
+    assert_peak_equals_trace("gpt2", "for-loop", "bf16", 1, sizes=SIZES[:1])  # the update determines the peak
 
 
 def test_tied_embedding_gradients_accumulate_out_of_place():
