@@ -1,6 +1,6 @@
-"""The laws on a few drawn graphs: what the runner lets mutants meet instead of the long runs in `tests/laws`.
+"""The laws on a few random graphs: mutants meet these instead of the long runs in `tests/laws`.
 
-The name keeps it out of a plain run of the tests.
+The file name keeps it out of plain pytest runs.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from costgraph.ops.registry import KINDS
 
 FEW = settings(
     max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)  # without phases: those of the runner's profile, which does not shrink
+)  # no `phases`: the runner's profile, which does not shrink, sets them
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
