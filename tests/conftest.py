@@ -34,6 +34,7 @@ sys.dont_write_bytecode = False
 gc.set_threshold(50_000, 20, 100)
 
 TESTS = Path(__file__).resolve().parent
+LONG_CASES = TESTS / "long_cases.txt"
 IMPORT = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
 
 
@@ -64,6 +65,17 @@ def needs_torch(name):
 def pytest_ignore_collect(collection_path):
     left_out = collection_path.suffix == ".py" and torch_is_missing() and needs_torch(collection_path.stem)
     return True if left_out else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Mark the cases of `long_cases.txt`, whose calls other tests make as well; `calls_covered.py` chooses them."""
+    if config.pluginmanager.hasplugin("calls_covered"):
+        return
+    left_out = {*LONG_CASES.read_text(encoding="utf-8").splitlines()}
+    for item in items:
+        if item.nodeid in left_out:
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -53,3 +53,10 @@ def test_kinds_page_names_existing_tests():
     for file, _, function in (name.partition("::") for name in named):
         text = (Path(__file__).parent / file).read_text(encoding="utf-8")
         assert f"def {function}(" in text, f"{file}::{function}"
+
+
+def test_long_cases_name_existing_tests():
+    for case in (Path(__file__).parent / "long_cases.txt").read_text(encoding="utf-8").splitlines():
+        file, _, function = case.partition("[")[0].partition("::")
+        text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
+        assert f"def {function}(" in text, case
