@@ -231,7 +231,10 @@ class Builder:
     def tensor(self, handle: Handle) -> Tensor:
         """Return a view's tensor; a view without a producer becomes `as_strided` on its storage."""
         handle = self._named(handle)
-        found = self.tensors[handle.storage].get(handle)
+        views = self.tensors[handle.storage]
+        found = views.get(handle)
+        if found is None:  # after a write, equal views have the same value
+            found = next((t for h, t in views.items() if replace(h, view=handle.view) == handle), None)
         if found is None and handle.barrier is not None:
             return self._barrier(handle, handle.barrier)
         if found is None:

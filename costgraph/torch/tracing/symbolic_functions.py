@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from types import FunctionType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -13,7 +15,7 @@ import torch
 from torch import _prims_common, overrides
 from torch.backends import opt_einsum
 from torch.nn import functional
-from torch.nn.functional import interpolate, linear, max_pool1d
+from torch.nn.functional import interpolate, linear
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from .formats import Formats
@@ -21,6 +23,7 @@ from .symbolic_range import Loops, Parts, Range
 
 __all__ = [
     "cumprod",
+    "product",
     "in_place",
     "einsum",
     "istft",
@@ -33,7 +36,41 @@ __all__ = [
 
 
 # -- fake-tensor workarounds -------------------------------------------------------------------------------------------
-# Functions that torch runs differently on fake tensors: the gradient of `cumprod`, and in-place bias addition.
+# Functions that torch runs differently on fake tensors: gradients of products, and in-place bias addition.
+
+
+class _Product(torch.autograd.Function):
+    """`prod` with torch's gradient for nonzero elements: a division."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+        made = torch.prod(x) if dim is None else torch.prod(x, dim, keepdim)
+        ctx.save_for_backward(x, made)
+        ctx.dim, ctx.keepdim = dim, keepdim
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        x, made = ctx.saved_tensors
+        if ctx.dim is None:
+            (x == 0).any()
+            return g * (made / x), None, None
+        if not ctx.keepdim:
+            g, made = g.unsqueeze(ctx.dim), made.unsqueeze(ctx.dim)
+        zeros = x == 0  # alive until the end, as are their counts
+        counts = zeros.sum(ctx.dim, True)
+        counts.sum()
+        return g * (made / x), None, None
+
+
+def product(
+    input: torch.Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None
+) -> torch.Tensor | None:
+    """Return a product; None if torch's own function must run: without gradients, or with named axes."""
+    if not torch.is_grad_enabled() or not input.requires_grad or not (dim is None or isinstance(dim, int)):
+        return None
+    made: torch.Tensor = _Product.apply(input if dtype is None else input.to(dtype), dim, keepdim)  # type: ignore[no-untyped-call]
+    return made
 
 
 class _Products(torch.autograd.Function):
@@ -393,8 +430,10 @@ _RESAMPLING = {
 class SymbolicSizes(TorchFunctionMode):
     """Function mode that keeps sizes symbolic in torch functions, using the replacements below.
 
-    `has_torch_function` ignores the mode, so layers with a fast path still take it. A saved random state, as in
-    activation checkpointing, is recorded as an allocation. `formats`, if given, calls all functions and records casts.
+    `has_torch_function` ignores the mode, so layers with a fast path still take it. Functions of `torch.nn.functional`
+    other than `interpolate` run directly, since a dispatched call keeps its arguments alive until the end. A saved
+    random state, as in activation checkpointing, is recorded as an allocation. `formats`, if given, calls all
+    functions and records casts.
     """
 
     unseen = True
@@ -404,10 +443,11 @@ class SymbolicSizes(TorchFunctionMode):
         self._turns, self._formats = turns, formats
 
     def __enter__(self) -> SymbolicSizes:
-        self._asked = overrides.has_torch_function
         self._replaced = ExitStack()
+        checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
         for module, name, instead in (
-            (overrides, "has_torch_function", self._special),
+            (overrides, "has_torch_function", _asked(overrides.has_torch_function)),
+            *((functional, check, _asked(getattr(functional, check), interpolate)) for check in checks),
             (torch, "get_rng_state", _saved_state),
             (torch, "set_rng_state", lambda state: None),  # random draws have no data
         ):
@@ -423,12 +463,6 @@ class SymbolicSizes(TorchFunctionMode):
         if self._formats is not None:
             self._formats.replaced = True
 
-    def _special(self, tensors: Any) -> bool:
-        with ExitStack() as popped:
-            while _own(torch._C._len_torch_function_stack()):
-                popped.enter_context(_pop_mode_temporarily())
-            return self._asked(tensors)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in RECURRENT and isinstance(args[3], bool) and _open(args[0]):  # else a packed sequence
             self._replaces()
@@ -441,6 +475,20 @@ class SymbolicSizes(TorchFunctionMode):
             self._replaces()
             return made
         return func(*args, **(kwargs or {})) if self._formats is None else self._formats(func, args, kwargs or {})
+
+
+def _asked(check: Callable[..., bool], dispatched: FunctionType | None = None) -> Callable[..., bool]:
+    """Return a check for overridden functions that ignores hidden modes, except in one dispatched function."""
+
+    def asked(*tensors: Any) -> bool:
+        if dispatched is not None and sys._getframe(1).f_code is dispatched.__code__:
+            return check(*tensors)
+        with ExitStack() as popped:
+            while _own(torch._C._len_torch_function_stack()):
+                popped.enter_context(_pop_mode_temporarily())
+            return check(*tensors)
+
+    return asked
 
 
 def _own(modes: int) -> bool:
@@ -619,10 +667,11 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.stft: stft,
     torch.istft: istft,
     torch.einsum: einsum,
+    torch.prod: product,
+    torch.Tensor.prod: product,
     torch.cumprod: cumprod,
     torch.Tensor.cumprod: cumprod,
     torch.max_pool1d: _largest_in_windows,
-    max_pool1d: _largest_in_windows,
     torch.take_along_dim: _taken_along,
     torch.Tensor.take_along_dim: _taken_along,
     torch.gru_cell: _of_open_sizes(gru_cell),
