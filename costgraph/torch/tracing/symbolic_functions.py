@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import FunctionType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -477,7 +476,7 @@ class SymbolicSizes(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if self._formats is None else self._formats(func, args, kwargs or {})
 
 
-def _asked(check: Callable[..., bool], dispatched: FunctionType | None = None) -> Callable[..., bool]:
+def _asked(check: Callable[..., bool], dispatched: Any = None) -> Callable[..., bool]:
     """Return a check for overridden functions that ignores hidden modes, except in one dispatched function."""
 
     def asked(*tensors: Any) -> bool:
