@@ -1,4 +1,4 @@
-"""Invariants of random chains of `parallelize`: degrees of one, sums over ranks, stages of ZeRO, sizes bound early."""
+"""Invariants of random `parallelize` chains: degree-1 axes, sums over ranks, ZeRO stages, early size binding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZES = {"B": 8, "S": 8, "D": 32, "F": 64, "L": 4}
 
 
 def model(kinds: int, *, gated: bool, fused: bool) -> cg.Graph:
-    """Declare layers with names that nobody knows: attention with one product for q, k and v, and an MLP."""
+    """Declare layers with unknown names: attention with a fused QKV projection, and an MLP."""
     with cg.Graph("drawn", dtype="bf16") as g:
         x = g.input("x", (B, S, D))
 
@@ -37,7 +37,7 @@ def numbers(g: cg.Graph, **sizes: int) -> tuple[object, ...]:
 
 
 def check(rng: random.Random) -> None:
-    """Draw one configuration, and assert all that holds of every configuration."""
+    """Draw one configuration and assert the invariants of every configuration."""
     gated, fused = rng.random() < 0.5, rng.random() < 0.5
     kinds = rng.choice((1, 2))
     accumulate, checkpoint = rng.choice((1, 2)), rng.choice((None, cg.every_block()))
@@ -53,10 +53,10 @@ def check(rng: random.Random) -> None:
     for less, more in zip(held[1:], held, strict=False):
         for name in ("params", "gradients", "state"):
             assert getattr(less, name) <= getattr(more, name), (name, held)
-    # all ranks of stage 3 together hold everything once; norms are whole along tp
+    # the ranks of ZeRO stage 3 together hold each parameter once; norms are replicated along tp
     assert held[3].params * dp * tp >= whole.params, (held, whole)
     assert held[3].params * dp == held[0].params, (held, whole)
-    counters = 4 * 32 * dp  # every rank counts steps of each parameter
+    counters = 4 * 32 * dp  # every rank keeps a step counter per parameter
     assert 0 <= held[3].state * dp - held[0].state <= counters, (held, whole)
     rank = ranks[0]
     assert cg.matmul_flops(rank, **SIZES) * dp * tp == cg.matmul_flops(step, **SIZES)
