@@ -57,6 +57,8 @@ STEPS = (
     "x = functional.pad(x[:, 1:], (0, 0, 1, 0))",
     "x = x.tril()",
     "x = x.unbind(1)[0][:, None] * y",
+    "x = x + x[:, 0][:, None] * x[:, 0].sin()[:, None]",
+    "x = x[:, :8].sum(1, keepdim=True) * x[:, :8].cos().mean(1, keepdim=True) + y",
     # in-place updates
     "x = x * 1; x[:, 0] = 2.0",
     "x = x * 1; x[..., :2].mul_(y[..., :2])",
@@ -83,6 +85,9 @@ STEPS = (
     "x = functional.rms_norm(x, (K,))",
     "x = x - x.logsumexp(1, keepdim=True)",
     "x = functional.normalize(x, dim=-1)",
+    "x = x * x.prod(-1, keepdim=True)",
+    "x = x.prod(1)[:, None] + y",
+    "x = x.cumprod(1)",
     "x = x.sum(1, keepdim=True) + y",
     "x = self.norm(x)",
     "x = x.amin(1, keepdim=True) + y",
@@ -124,6 +129,7 @@ LOSSES = (
     "functional.mse_loss(x, y.detach())",
     "x.float().logsumexp((0, 1, 2))",
     "functional.smooth_l1_loss(x, y.detach())",
+    "functional.gaussian_nll_loss(x, y.detach(), y.abs() + 1)",
     "functional.cross_entropy(x.flatten(0, 1), torch.zeros(x.shape[0] * x.shape[1], dtype=torch.long))",
 )
 

@@ -236,7 +236,10 @@ class Builder:
     def tensor(self, handle: Handle) -> Tensor:
         """Return a view's tensor; a view without a producer becomes `as_strided` on its storage."""
         handle = self._canonical(handle)
-        view = self.tensors[handle.storage].get(handle)
+        views = self.tensors[handle.storage]
+        view = views.get(handle)
+        if view is None:  # after a write, equal views have the same value
+            view = next((t for h, t in views.items() if replace(h, view=handle.view) == handle), None)
         if view is None and handle.barrier is not None:
             return self._barrier(handle, handle.barrier)
         if view is None:

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from math import floor
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -863,11 +862,7 @@ _DEVICE_ATTRIBUTES: dict[Any, Any] = {
     torch.Tensor.get_device: 0,
 }
 #: Checks for overridden torch functions, by module.
-_OVERRIDE_CHECKS = (
-    (functional, "has_torch_function"), (functional, "has_torch_function_unary"),
-    (functional, "has_torch_function_variadic"), (torch._tensor, "has_torch_function_unary"),
-    (torch.autograd, "has_torch_function"),
-)  # fmt: skip
+_OVERRIDE_CHECKS = ((torch._tensor, "has_torch_function_unary"), (torch.autograd, "has_torch_function"))
 _TENSORS_WITHOUT_DATA = str(Path(torch.__file__).parent / "_subclasses")
 
 
@@ -898,7 +893,7 @@ class OnCuda(TorchFunctionMode):
         result = None if replacement is None else replacement(self.device, *args, **kwargs)
         if result is not None:
             return result
-        if func in _BACKWARD or _is_functional(func):
+        if func in _BACKWARD:
             self._reentered = True  # the function checks for overrides, and would dispatch to this mode once more
             with self:
                 return func(*args, **kwargs)
@@ -918,13 +913,6 @@ class OnCuda(TorchFunctionMode):
 
 #: Functions that may rerun the program, as recomputation does.
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-
-
-def _is_functional(func: Any) -> bool:
-    """Whether a function is composed of others that have rules; `interpolate` is replaced as a whole."""
-    if func is functional.interpolate:
-        return False
-    return isinstance(func, FunctionType) and func.__module__ == functional.__name__
 
 
 def _device(original: property) -> property:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
-from torch.nn import functional
 
 from .recorder import FormatAssertion, Recorder
 from .state import swap
@@ -26,9 +25,7 @@ _CASTS = frozenset({
     Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as,
 })  # fmt: skip
 #: Functions that cast their operand to a given dtype first.
-_CASTING = frozenset({
-    torch.softmax, torch.log_softmax, Tensor.softmax, Tensor.log_softmax, functional.softmax, functional.log_softmax,
-})  # fmt: skip
+_CASTING = frozenset({torch.softmax, torch.log_softmax, Tensor.softmax, Tensor.log_softmax})
 #: Model format in which casts are tracked, and the format of the second run.
 _WIDE, _NARROW = torch.float32, torch.bfloat16
 #: Frames between `Module._apply` and its casts.

@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -86,6 +87,9 @@ class Barrier(NamedTuple):
 
 #: No gradient passes, as after `detach`.
 NONE = Barrier()
+
+#: Tensor attribute with its number among equal views.
+_VIEW = "_costgraph_view"
 
 
 def is_unseen(results: Iterable[Any], grad_off: bool | None) -> bool:
@@ -168,6 +172,8 @@ class Handle(Spec):
     """torch's conjugate bit and negative bit"""
     barrier: Barrier | None = None
     """why no gradient passes to its producer, None where one does"""
+    view: int = 0
+    """number among equal views, each of which has its own gradient"""
 
 
 @dataclass
@@ -525,6 +531,7 @@ class Recorder(TorchDispatchMode):
         self._storage_numbers: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._producer_nodes: dict[int, int] = {}  # autograd node that produced each storage
+        self._views: Counter[Handle] = Counter()
         self._count = 0
         self.loop_state.note = lambda path: self.events.append(LoopIteration(path))
 
@@ -570,8 +577,8 @@ class Recorder(TorchDispatchMode):
     def handle(self, t: torch.Tensor, storage: int) -> Handle:
         """Return a tensor's handle in the given storage."""
         spec, size = self.values.spec(t), self.values.translator.size
-        signs = t.is_conj(), t.is_neg()
-        handle = Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()), signs)
+        signs, view = (t.is_conj(), t.is_neg()), t.__dict__.get(_VIEW, 0)
+        handle = Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()), signs, view=view)
         if self.grad_off is not False:
             return handle
         barrier = self.leaves.barrier(t, handle) if t.is_leaf else t.__dict__.get(BARRIER)
@@ -801,6 +808,10 @@ class Recorder(TorchDispatchMode):
                 if any(h.storage == number for h, *_ in outputs):
                     continue  # another view of a result's storage
                 operand = operands[handle] = len(operands)  # a view of a tensor that is no argument
+            if self.grad_off is not None and operand is not None and handle not in operands:
+                t.__dict__[_VIEW] = self._views[handle]
+                self._views[handle] += 1
+                results[-1] = handle = self.handle(t, number)
             base = None if operand is None else next(h for h, i in operands.items() if i == operand)
             if base is not None and base.barrier is not None and handle.barrier is None:
                 self.barrier(t, base.barrier)

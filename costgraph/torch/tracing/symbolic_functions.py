@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 from torch import _prims_common, overrides
 from torch.backends import opt_einsum
 from torch.nn import functional
-from torch.nn.functional import interpolate, linear, max_pool1d
+from torch.nn.functional import interpolate, linear
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from .formats import Formats
@@ -21,6 +22,7 @@ from .symbolic_range import Loops, Parts, Range
 
 __all__ = [
     "cumprod",
+    "prod",
     "in_place",
     "einsum",
     "istft",
@@ -33,7 +35,42 @@ __all__ = [
 
 
 # -- fake-tensor workarounds -------------------------------------------------------------------------------------------
-# Functions that torch runs differently on fake tensors: the gradient of `cumprod`, and in-place bias addition.
+# Functions that torch runs differently on fake tensors: gradients of products, and in-place bias addition.
+
+
+class _Product(torch.autograd.Function):
+    """`prod` with torch's gradient for nonzero elements: a division."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+        product = torch.prod(x) if dim is None else torch.prod(x, dim, keepdim)
+        ctx.save_for_backward(x, product)
+        ctx.dim, ctx.keepdim = dim, keepdim
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        x, product = ctx.saved_tensors
+        if ctx.dim is None:
+            (x == 0).any()
+            return g * (product / x), None, None
+        if not ctx.keepdim:
+            g, product = g.unsqueeze(ctx.dim), product.unsqueeze(ctx.dim)
+        zeros = x == 0  # alive until the end, as are their counts
+        counts = zeros.sum(ctx.dim, True)
+        counts.sum()
+        return g * (product / x), None, None
+
+
+def prod(
+    input: torch.Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None
+) -> torch.Tensor | None:
+    """Return a product; None if torch's own function must run: without gradients, or with named axes."""
+    if not torch.is_grad_enabled() or not input.requires_grad or not (dim is None or isinstance(dim, int)):
+        return None
+    x = input if dtype is None else input.to(dtype)
+    product: torch.Tensor = _Product.apply(x, dim, keepdim)  # type: ignore[no-untyped-call]  # torch has no types for it
+    return product
 
 
 class _CumulativeProduct(torch.autograd.Function):
@@ -404,8 +441,10 @@ _INTERPOLATION_OPS = {
 class SymbolicSizes(TorchFunctionMode):
     """Function mode that keeps sizes symbolic in torch functions, using the replacements below.
 
-    `has_torch_function` ignores the mode, so layers with a fast path still take it. A saved random state, as in
-    activation checkpointing, is recorded as an allocation. `formats`, if given, calls all functions and records casts.
+    `has_torch_function` ignores the mode, so layers with a fast path still take it. Functions of `torch.nn.functional`
+    other than `interpolate` run directly, since a dispatched call keeps its arguments alive until the end. A saved
+    random state, as in activation checkpointing, is recorded as an allocation. `formats`, if given, calls all
+    functions and records casts.
     """
 
     unseen = True
@@ -415,10 +454,11 @@ class SymbolicSizes(TorchFunctionMode):
         self._loop_state, self._formats = loop_state, formats
 
     def __enter__(self) -> SymbolicSizes:
-        self._original_check = overrides.has_torch_function
         self._replaced = ExitStack()
+        checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
         for module, name, replacement in (
-            (overrides, "has_torch_function", self._has_torch_function),
+            (overrides, "has_torch_function", _override_check(overrides.has_torch_function)),
+            *((functional, check, _override_check(getattr(functional, check), interpolate)) for check in checks),
             (torch, "get_rng_state", _random_state),
             (torch, "set_rng_state", lambda state: None),  # random draws have no data
         ):
@@ -434,12 +474,6 @@ class SymbolicSizes(TorchFunctionMode):
         if self._formats is not None:
             self._formats.replaced = True
 
-    def _has_torch_function(self, tensors: Any) -> bool:
-        with ExitStack() as popped:
-            while _is_hidden_mode(torch._C._len_torch_function_stack()):
-                popped.enter_context(_pop_mode_temporarily())
-            return self._original_check(tensors)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in RECURRENT and isinstance(args[3], bool) and _is_symbolic(args[0]):  # else a packed sequence
             self._note_replacement()
@@ -452,6 +486,20 @@ class SymbolicSizes(TorchFunctionMode):
             self._note_replacement()
             return result
         return func(*args, **(kwargs or {})) if self._formats is None else self._formats(func, args, kwargs or {})
+
+
+def _override_check(original: Callable[..., bool], dispatched: Any = None) -> Callable[..., bool]:
+    """Return a check for overridden functions that ignores hidden modes, except in one dispatched function."""
+
+    def has_torch_function(*tensors: Any) -> bool:
+        if dispatched is not None and sys._getframe(1).f_code is dispatched.__code__:
+            return original(*tensors)
+        with ExitStack() as popped:
+            while _is_hidden_mode(torch._C._len_torch_function_stack()):
+                popped.enter_context(_pop_mode_temporarily())
+            return original(*tensors)
+
+    return has_torch_function
 
 
 def _is_hidden_mode(modes: int) -> bool:
@@ -636,10 +684,11 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     torch.stft: stft,
     torch.istft: istft,
     torch.einsum: einsum,
+    torch.prod: prod,
+    torch.Tensor.prod: prod,
     torch.cumprod: cumprod,
     torch.Tensor.cumprod: cumprod,
     torch.max_pool1d: _max_pool1d,
-    max_pool1d: _max_pool1d,
     torch.take_along_dim: _take_along_dim,
     torch.Tensor.take_along_dim: _take_along_dim,
     torch.gru_cell: _if_symbolic(gru_cell),

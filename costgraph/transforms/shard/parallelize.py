@@ -148,9 +148,8 @@ def placed_by_name(graph: Graph) -> Iterator[tuple[str, str]]:
             yield t.name, _as_stored(t, TENSOR[pattern])
 
 
-def is_known(name: str) -> bool:
+def is_known(name: str, suffixes: Collection[str] = (*TENSOR, *_FUSED)) -> bool:
     """Whether a parameter belongs to a known layer, so that a missing placement is intended."""
-    suffixes = (*TENSOR, *_FUSED)
     return any(fnmatchcase(name, end) or fnmatchcase(name, f"*/{end}") for end in suffixes)
 
 
@@ -251,13 +250,14 @@ _Axis = tuple[Tensor, int]
 
 
 def replicated(graph: Graph, split: Collection[str], patterns: Collection[str]) -> list[str]:
-    """Return the weight matrices that stay replicated and have no known name.
+    """Return the weight matrices that stay replicated, such as a fused QKV weight of grouped-query attention.
 
-    `split` are names of split weights, `patterns` match weights with a stated placement. A projection to or from one
-    feature, such as a gate or a value head, is a vector.
+    Layers of `costgraph.nn` are left out, whose placements are complete. `split` are names of split weights, `patterns`
+    match weights with a stated placement. A projection to or from one feature, such as a gate or a value head, is a
+    vector.
     """
     matrices = [t.name for t in _products(_Flat(graph)) if ONE not in t.sizes[t.storage.pieces :]]
-    names = [n for n in matrices if n not in split and not is_known(n)]
+    names = [n for n in matrices if n not in split and not is_known(n, (*_NN, "attention/qkv/weight"))]
     return [n for n in names if not any(fnmatchcase(n, pattern) for pattern in (*_REPLICATED, *patterns))]
 
 
