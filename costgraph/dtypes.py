@@ -96,7 +96,7 @@ class DType:
         for field, (least, most) in ranges.items():
             if not least <= getattr(self, field) <= most:
                 value = shown(getattr(self, field))
-                raise FormatError(f"{self.name}: {field} is {value}, expected a whole number from {least} to {most}")
+                raise FormatError(f"{self.name}: {field} is {value}, expected an integer from {least} to {most}")
         for field, choices in (("kind", KINDS), ("specials", _SPECIALS)):
             if getattr(self, field) not in choices:
                 value = shown(getattr(self, field))

@@ -25,7 +25,7 @@ def multiplier() -> Fraction | int:
         return PLAIN
     text = os.environ[VARIABLE]
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{VARIABLE}={text!r}: expected a positive whole number")
+        raise ValueError(f"{VARIABLE}={text!r}: expected a positive integer")
     return int(text)
 
 

@@ -322,7 +322,7 @@ def test_unknown_size_names_are_listed():
 
 def test_fractional_bound_size_raises():
     with pytest.raises(
-        BindingError, match=r"F=10, H=3: axis \d of '.*' has size F/H = 10/3, expected a positive whole"
+        BindingError, match=r"F=10, H=3: axis \d of '.*' has size F/H = 10/3, expected a positive integer"
     ):
         bindings(small_graph(), {"F": 10, "H": 3})
     bindings(small_graph(), {"F": 10})
@@ -369,7 +369,7 @@ def test_fractional_loop_count_raises_with_loop_name():
     with cg.Graph("g") as g:
         g.output(cg.repeat(L / 2, cg.relu, g.input("x", (B,)), name="layers"))
     assert cg.flops(g, L=6, B=5) == 3 * 5
-    with pytest.raises(BindingError, match=r"L=7: count of 'layers' has size L/2 = 7/2, expected a positive whole"):
+    with pytest.raises(BindingError, match=r"L=7: count of 'layers' has size L/2 = 7/2, expected a positive integer"):
         cg.flops(g, L=7, B=5)
 
 
@@ -387,7 +387,7 @@ def test_axis_size_must_bind_to_a_positive_integer(size, good, bad, becomes):
         g.output(cg.relu(g.input("x", (size, B))))
     assert cg.flops(g, S=good, B=7) == int(size.subs(S, good)) * 7
     with pytest.raises(
-        BindingError, match=f"S={bad}: axis 0 of 'x' has size .* = {becomes}, expected a positive whole"
+        BindingError, match=f"S={bad}: axis 0 of 'x' has size .* = {becomes}, expected a positive integer"
     ):
         cg.flops(g, S=bad, B=7)
 

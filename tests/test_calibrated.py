@@ -171,14 +171,14 @@ def test_open_sizes_and_unknown_hardware_raise():
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"schema": "costgraph/calibration/0"}, "no schema costgraph/calibration/1, expected a model that"),
+        ({"schema": "costgraph/calibration/0"}, "no schema costgraph/calibration/1, expected a model written by"),
         ({"vector": "fast"}, "vector 'fast', expected a number"),
         ({"vector": float("nan")}, "vector nan, expected a number"),
         ({"compute": {"matrix unit": [1]}}, r"compute: matrix unit \[1\], expected a number"),
         ({"width": 0}, "width 0, expected a number above 0"),
         ({"places": [[1.0, 2.0]], "weights": [1.0]}, f"expected rows of {PLACE} numbers"),
-        ({"weights": [1.0]}, "0 places, 1 weights, expected a model that"),
-        ({"typical": {}}, "typical has no 'intensity', expected a model that"),
+        ({"weights": [1.0]}, "0 places, 1 weights, expected a model written by"),
+        ({"typical": {}}, "typical has no 'intensity', expected a model written by"),
         ({"colour": 1}, "key 'colour' is unknown"),
     ],
 )
@@ -189,7 +189,9 @@ def test_invalid_model_files_raise(tmp_path, changed, text):
 
 def test_unreadable_model_files_raise(tmp_path):
     path = tmp_path / "model.json"
-    with pytest.raises(cg.FormatError, match=r"model\.json: .*, expected a model that costgraph calibrate --records"):
+    with pytest.raises(
+        cg.FormatError, match=r"model\.json: .*, expected a model written by costgraph calibrate --records"
+    ):
         load_calibration(path)
     path.write_text("[" * 100_000)
     with pytest.raises(cg.FormatError, match=r"model\.json"):

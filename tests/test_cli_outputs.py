@@ -174,7 +174,7 @@ def test_file_type_follows_content(capsys, tmp_path, monkeypatch):
     [
         (CONFIG, ["--eager-ops"], "--eager-ops: 'f.json' is a config.json, expected a preset for this option"),
         ({"nodes": []}, ["--dtype", "fp32"], "--dtype: 'f.json' is a saved graph, expected a preset for this option"),
-        ({**CONFIG, "hidden_size": "x"}, [], "f.json: hidden_size is 'x', expected a whole number"),
+        ({**CONFIG, "hidden_size": "x"}, [], "f.json: hidden_size is 'x', expected an integer"),
         ({"nodes": []}, [], "f.json: "),
         ([1], [], "f.json: "),
     ],

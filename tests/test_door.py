@@ -64,7 +64,7 @@ def test_annotation_checks_accept_and_reject_values(hint, good, odd):
 @each(
     ("hint", "text"),
     [
-        (int | None, "a whole number"),
+        (int | None, "an integer"),
         (int | float, "a number"),
         (cg.Graph | float | None, "a graph or a number"),
         (Sequence[cg.Tensor], "a list, each a tensor"),
@@ -104,11 +104,11 @@ def stated(**facts):
         (lambda: cg.Adafactor(eps=None), "Adafactor: eps is None, expected (a number, a number)"),
         (lambda: cg.Max(B, D, owners=5), "Max: owners is 5, expected an owner for each argument"),
         (lambda: cg.Max(B, D, owners=[]), "Max: owners is [], expected an owner for each argument"),
-        (lambda: stated(defaults=None), "graph 'g': defaults is None, expected a mapping from text to a whole number"),
+        (lambda: stated(defaults=None), "graph 'g': defaults is None, expected a mapping from text to an integer"),
         (lambda: stated(loss=5), "graph 'g': loss is 5, expected text"),
         (lambda: cg.analysis.costs.Cost(matmul=NAN), "Cost: matmul is nan, expected a number or a formula"),
-        (lambda: cg.DType("x", -8, "float"), "x: bits is -8, expected a whole number from 1 to 1024"),
-        (lambda: cg.DType("x", 8, "float", 10**9), "x: exponent is 1000000000, expected a whole number from 0 to 19"),
+        (lambda: cg.DType("x", -8, "float"), "x: bits is -8, expected an integer from 1 to 1024"),
+        (lambda: cg.DType("x", 8, "float", 10**9), "x: exponent is 1000000000, expected an integer from 0 to 19"),
         (lambda: cg.DType("x", 8, "flaot"), "x: kind is 'flaot', expected one of bool, int, float"),
         (lambda: cg.Checkpoint(interval=NAN), "every: k: size nan: expected"),
         (lambda: cg.Checkpoint(interval=-3), "every: k: -3, expected a positive integer"),

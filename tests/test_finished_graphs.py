@@ -177,7 +177,7 @@ METHODS = {
 
 
 def expect_finished(g, asked):
-    text = f"{asked}: graph '{g.root.name}' is finished, expected an open one: 'with g:' opens graph g again"
+    text = f"{asked}: graph '{g.root.name}' is finished; reopen it with 'with g:'"
     return pytest.raises(cg.GraphError, match=f"^{text}$")
 
 

@@ -237,7 +237,7 @@ def test_cycles_raise():
 
 
 def test_operands_without_edges_raise():
-    match = "op 'up/matmul': tensor 'x' is not joined to it, expected an edge"
+    match = "op 'up/matmul': tensor 'x' is not connected to it, expected an edge"
     with pytest.raises(GraphError, match=match), small() as g:
         g.remove_edge(g.tensors[0], g.ops[0])
 

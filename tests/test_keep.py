@@ -28,15 +28,15 @@ def chain(hold):
 
 def test_kept_tensor_lives_until_the_keep():
     # the input and two results at a time; holding the first result, all three
-    assert cg.peak_memory(chain(keep_gathered=False), **POINT) == 4 * 3 * 5 * 3
-    assert cg.peak_memory(chain(keep_gathered=True), **POINT) == 4 * 3 * 5 * 4
-    rows = {r.tensor: r for r in cg.lifetimes(chain(keep_gathered=True), **POINT)}
+    assert cg.peak_memory(chain(hold=False), **POINT) == 4 * 3 * 5 * 3
+    assert cg.peak_memory(chain(hold=True), **POINT) == 4 * 3 * 5 * 4
+    rows = {r.tensor: r for r in cg.lifetimes(chain(hold=True), **POINT)}
     assert rows["relu"].dies == "keep"
     assert rows["tanh"].dies == "tanh_1"
 
 
 def test_keep_is_free():
-    held, plain = chain(keep_gathered=True), chain(keep_gathered=False)
+    held, plain = chain(hold=True), chain(hold=False)
     assert cg.flops(held) == cg.flops(plain)
     assert cg.bytes_moved(held) == cg.bytes_moved(plain)
     assert held.outputs[0].is_view
@@ -67,7 +67,7 @@ def layered(hold):
 
 
 def test_gradients_pass_to_the_returned_tensor_only():
-    check_training(layered(keep_gathered=True), **POINT, L=3)
+    check_training(layered(hold=True), **POINT, L=3)
 
 
 def test_backward_pass_keeps_no_variables():
@@ -87,8 +87,8 @@ def test_held_tensors_get_no_gradient():
 
 
 def test_keep_survives_a_file(tmp_path):
-    save(chain(keep_gathered=True), tmp_path / "g.json")
-    assert cg.peak_memory(load(tmp_path / "g.json")) == cg.peak_memory(chain(keep_gathered=True))
+    save(chain(hold=True), tmp_path / "g.json")
+    assert cg.peak_memory(load(tmp_path / "g.json")) == cg.peak_memory(chain(hold=True))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_keep_survives_a_file(tmp_path):
 )
 def test_damaged_keep_in_file_raises(tmp_path, change, text):
     path = tmp_path / "g.json"
-    save(chain(keep_gathered=True), path)
+    save(chain(hold=True), path)
     data = json.loads(path.read_text())
     next(n for n in data["nodes"] if n.get("kind") == "keep").update(change)
     path.write_text(json.dumps(data))

@@ -272,7 +272,7 @@ def test_negative_symbol_indexes_from_the_end():
         g.output(cg.relu(y))
     assert y.shape == (A, T)
     assert cg.bytes_moved(g, A=2, S=5, T=3) == 4 * 2 * (2 * 3)  # read and written
-    with pytest.raises(cg.BindingError, match="start of 'slice' has size S - T = -2, expected a whole number"):
+    with pytest.raises(cg.BindingError, match="start of 'slice' has size S - T = -2, expected a nonnegative integer"):
         cg.bytes_moved(g, A=2, S=3, T=5)
 
 

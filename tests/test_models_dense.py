@@ -244,7 +244,7 @@ def test_missing_fields_use_transformers_defaults():
     free = models.from_config(changed("gemma-2-9b", attn_logit_softcapping=None), attention="eager")
     # divide, tanh, multiply for each score in 16 heads and 42 layers
     assert cg.flops(capped, **POINT) - cg.flops(free, **POINT) == 3 * 42 * 16 * 2 * 13 * 13
-    with pytest.raises(cg.FormatError, match="num_key_value_heads is missing, expected a whole number"):
+    with pytest.raises(cg.FormatError, match="num_key_value_heads is missing, expected an integer"):
         models.from_config(changed("mistral-7b", num_key_value_heads=KeyError))
 
 
@@ -274,9 +274,9 @@ def test_layer_patterns_are_read():
     [
         ("mistral-7b", {"quantization_config": {"bits": 4}}, cg.UnsupportedError, "quantization_config is"),
         ("mistral-7b", {"num_experts": 8}, cg.UnsupportedError, "num_experts is 8, expected a known field"),
-        ("mistral-7b", {"hidden_size": KeyError}, cg.FormatError, "hidden_size is missing, expected a whole number"),
-        ("mistral-7b", {"hidden_size": 4096.0}, cg.FormatError, "hidden_size is 4096.0, expected a whole number"),
-        ("mistral-7b", {"sliding_window": 0}, cg.FormatError, "sliding_window is 0, expected a whole number"),
+        ("mistral-7b", {"hidden_size": KeyError}, cg.FormatError, "hidden_size is missing, expected an integer"),
+        ("mistral-7b", {"hidden_size": 4096.0}, cg.FormatError, "hidden_size is 4096.0, expected an integer"),
+        ("mistral-7b", {"sliding_window": 0}, cg.FormatError, "sliding_window is 0, expected an integer"),
         ("mistral-7b", {"sliding_window": True}, cg.FormatError, "sliding_window is True"),
         ("mistral-7b", {"hidden_act": "gelglu"}, cg.UnsupportedError, "hidden_act is 'gelglu', expected one of"),
         ("mistral-7b", {"layer_types": ["full_attention"] * 32}, cg.UnsupportedError, "layer_types is"),
@@ -374,7 +374,7 @@ def test_family_options_pass_through_load():
         ("gemma-3-1b", {"kinds": "local"}, "layers: kinds is 'local', expected a list, each text"),
         ("gemma-3-1b", {"kinds": None}, "layers: kinds is None, expected a list, each text"),
         ("gemma-3-1b", {"kinds": (["local"],)}, "layers: kinds is .*, expected a list, each text"),
-        ("gemma-3-1b", {"rest": 6}, "rest 6, expected a whole number below 6"),
+        ("gemma-3-1b", {"rest": 6}, "rest 6, expected an integer below 6"),
         ("qwen3-8b", {"qk_norm": "heads"}, "qk_norm='heads', expected 'none' or 'head' or 'all'"),
         ("qwen3-8b", {"norms": 2}, "norms=2, expected one of"),
         ("olmo-2-7b", {"bias": "yes"}, "bias='yes', expected True or False"),

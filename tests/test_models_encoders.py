@@ -299,10 +299,10 @@ def test_unsupported_fields_are_named(fields, more, text):
     [(BERT_BASE, "hidden_size"), (FLAN_T5_BASE, "d_kv"), (VIT_BASE, "intermediate_size"), (DISTILLED, "d_model")],
 )
 def test_missing_fields_are_named(fields, missing):
-    with pytest.raises(FormatError, match=f"{missing} is missing, expected a whole number"):
+    with pytest.raises(FormatError, match=f"{missing} is missing, expected an integer"):
         cg.models.from_config({k: v for k, v in fields.items() if k != missing})
 
 
 def test_non_square_images_are_refused():
-    with pytest.raises(FormatError, match=r"image_size is \[224, 196\], expected a whole number"):
+    with pytest.raises(FormatError, match=r"image_size is \[224, 196\], expected an integer"):
         cg.models.from_config({**VIT_BASE, "image_size": [224, 196]})

@@ -262,7 +262,7 @@ def test_unknown_field_is_named(name):
     ],
 )  # fmt: skip
 def test_missing_field_is_named(name, field):
-    with pytest.raises(cg.FormatError, match=f"{field}.* is missing, expected a whole number"):
+    with pytest.raises(cg.FormatError, match=f"{field}.* is missing, expected an integer"):
         cg.models.from_config({k: v for k, v in FILES[name].items() if k != field})
 
 

@@ -271,11 +271,11 @@ def test_configurations_match_presets(fields, name):
     ("fields", "changed", "error", "text"),
     [
         (MAMBA, {"scan_layers": 3}, cg.UnsupportedError, "scan_layers is 3, expected a known field"),
-        (MAMBA, {"hidden_size": None}, cg.FormatError, "hidden_size is missing, expected a whole number"),
+        (MAMBA, {"hidden_size": None}, cg.FormatError, "hidden_size is missing, expected an integer"),
         (MAMBA, {"d_inner": 1024}, cg.UnsupportedError, "d_inner is 1024, expected 1536"),
         (MAMBA, {"hidden_act": "gelu"}, cg.UnsupportedError, "hidden_act is 'gelu', expected 'silu' or 'swish'"),
         (MAMBA, {"ssm_cfg": {"d_state": 8}}, cg.UnsupportedError, "ssm_cfg is"),
-        (MAMBA, {"time_step_rank": "half"}, cg.FormatError, "time_step_rank is 'half', expected a whole number"),
+        (MAMBA, {"time_step_rank": "half"}, cg.FormatError, "time_step_rank is 'half', expected an integer"),
         (
             CODESTRAL,
             {"num_heads": 64},

@@ -156,11 +156,11 @@ def test_unequal_stage_times():
     ("actions", "named", "text"),
     [
         ("1f1b", {"forward": -1}, "simulate: forward is -1, expected a nonnegative time"),
-        ("1f1b", {"send": "1 s"}, "simulate: send is '1 s', expected a time"),
-        ("1f1b", {"forward": p}, "simulate: forward is p, expected a time"),
-        ("1f1b", {"backward_weight": float("nan")}, "simulate: backward_weight is nan, expected a time"),
+        ("1f1b", {"send": "1 s"}, "simulate: send is '1 s', expected a nonnegative time"),
+        ("1f1b", {"forward": p}, "simulate: forward is p, expected a nonnegative time"),
+        ("1f1b", {"backward_weight": float("nan")}, "simulate: backward_weight is nan, expected a nonnegative time"),
         ("1f1b", {"forward": [1, 2]}, "forward of 2 stages, expected a number, or one for each of 3"),
-        ("1f1b", {"forward": [1, 2, None]}, "forward[2] is None, expected a time"),
+        ("1f1b", {"forward": [1, 2, None]}, "forward[2] is None, expected a nonnegative time"),
         ([], {}, "simulate: no actions"),
         ([[("F", 0, 0, None)]], {}, "simulate: actions is [[('F', 0, 0, None)]], expected"),
     ],
@@ -176,8 +176,11 @@ def test_invalid_action_lists_are_refused():
     for lists, text in (
         ([[*rest, first], *others], "rank 0 deadlocks at B of stage 0 and micro-batch 0"),
         ([[first, first, *rest], *others], "actions[0][1] is ('F', 0, 0) a second time"),
-        ([[first._replace(kind="G"), *rest], *others], "actions[0][0] is ('G', 0, 0), expected one as schedule lists"),
-        ([[first._replace(stage=-1), *rest], *others], "actions[0][0] is ('F', -1, 0), expected one"),
+        (
+            [[first._replace(kind="G"), *rest], *others],
+            "actions[0][0] is ('G', 0, 0), expected an action as returned by schedule",
+        ),
+        ([[first._replace(stage=-1), *rest], *others], "actions[0][0] is ('F', -1, 0), expected an action"),
     ):
         with pytest.raises(cg.GraphError) as refused:
             cg.plan.simulate(lists)

@@ -53,7 +53,7 @@ def test_notes_name_degrees_left_out(model):
     result = cg.plan.search(model, hardware=torus(4, 3), **FEW, zero=0, tp=(3, 4), pp=1)
     assert {p.tp for p in result.rows} == {4}
     (note,) = result.notes
-    assert note.startswith("meshes left out: 1, such as: time of 'dp': 4 ranks that are 3 apart, expected whole dim")
+    assert note.startswith("meshes left out: 1, such as: time of 'dp': 4 ranks that are 3 apart, expected full dim")
     assert "note  meshes left out: 1" in str(result)
     nothing = cg.plan.search(model, hardware=torus(4, 2), **FEW, zero=0)
     assert nothing.best is None

@@ -74,7 +74,7 @@ def test_unknown_names_are_refused():
 def test_dimension_without_memory_cost_is_refused():
     with cg.Graph("free") as g:
         g.output(cg.repeat(S, cg.relu, g.input("x", (B,))))
-    with pytest.raises(BindingError, match="every S fits"):
+    with pytest.raises(BindingError, match="every size of S fits"):
         cg.largest(g, "S", memory=10**6, B=2)
 
 

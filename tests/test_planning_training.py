@@ -120,7 +120,7 @@ def test_token_count_uses_integer_inputs():
     with cg.Graph("two") as g:
         g.input("a", (B,), dtype="int64")
         g.input("b", (S,), dtype="int64")
-    with pytest.raises(cg.GraphError, match="'a' with B, 'b' with S, expected tokens"):
+    with pytest.raises(cg.GraphError, match="'a' with B, 'b' with S; expected tokens"):
         cg.step_tokens(g)
 
 
@@ -152,7 +152,9 @@ def test_dominant_matmul_dtype_selects_peak_rate():
         for i, dtype in enumerate(("bf16", "fp8_e4m3")):
             x, w = g.input(f"x{i}", (B, D), dtype), g.param(f"w{i}", (D, F**i), dtype)
             g.output(cg.einsum(x, w, "b d, d f -> b f"))
-    with pytest.raises(cg.BindingError, match=r"matmuls in bf16, fp8_e4m3: expected all sizes, or dtype="):
+    with pytest.raises(
+        cg.BindingError, match=r"matmuls in bf16, fp8_e4m3; bind all sizes, or select a peak rate with dtype="
+    ):
         main_format(g)
     assert [main_format(g, B=3, D=5, F=n) for n in (1, 2)] == ["bf16", "fp8_e4m3"]
 
@@ -173,7 +175,12 @@ def test_dominant_matmul_dtype_selects_peak_rate():
             cg.BindingError,
             "mfu: sizes B with a number of FLOPs; expected a graph, or no sizes",
         ),
-        ((5e13, 1, "h100-sxm"), {}, cg.BindingError, "mfu: dtype=None, expected a number format such as bf16"),
+        (
+            (5e13, 1, "h100-sxm"),
+            {},
+            cg.BindingError,
+            "mfu: dtype=None, expected a number format with a peak rate, such as bf16",
+        ),
         ((5e13, 1, "h1000"), {"dtype": "bf16"}, cg.SpecError, "hardware 'h1000' is unknown"),
     ],
 )

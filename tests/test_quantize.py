@@ -453,7 +453,7 @@ def test_prefill_decode_and_forward_share_weight_bytes():
         ({"activations": "int8"}, "quantize: activations='int8' without weights=, expected a format for both"),
         ({"cache": "fp8", "group": 128}, "quantize: group=128 without weights=, expected a format for them"),
         ({"weights": "int8", "group": 0}, "quantize: group=0, expected a positive integer"),
-        ({"weights": "int8", "group": True}, "quantize: group is True, expected a whole number"),
+        ({"weights": "int8", "group": True}, "quantize: group is True, expected an integer"),
         ({"weights": "mxfp4", "group": 32}, "quantize: weights 'mxfp4' have their own scales, expected no group="),
         ({"weights": "nvfp4", "zero": True}, "quantize: weights 'nvfp4' have their own scales, expected no zero="),
         (

@@ -248,7 +248,7 @@ def cached(g, values, name, **sizes):
         ),
         (
             lambda x: cg.nn.recurrence(lambda h, x: (h, x), x, x, axis=True),
-            "recurrence: axis is True, expected a whole number",
+            "recurrence: axis is True, expected an integer",
         ),
         (lambda x: cg.nn.recurrence(None, x, x), "step"),
         (lambda x: cg.nn.token_shift(x[0, 0]), "expected at least two axes (batch, positions)"),

@@ -201,9 +201,9 @@ def test_peak_in_a_box_refuses_sizes_outside():
 def test_invalid_ranges_are_refused():
     g = graph()
     for within, text in [
-        (5, "peak_memory: within is 5, expected a mapping from text to (a whole number, a whole number)"),
+        (5, "peak_memory: within is 5, expected a mapping from text to (an integer, an integer)"),
         ({"X": (1, 2)}, "within has 'X', expected open sizes: A, B, D, F"),
-        ({"B": 3}, "within is {'B': 3}, expected a mapping from text to (a whole number, a whole number)"),
+        ({"B": 3}, "within is {'B': 3}, expected a mapping from text to (an integer, an integer)"),
         ({"B": (3, 2)}, "within has B=(3, 2), expected the smallest size first"),
         ({"B": (0, 2)}, "B=0: expected a positive integer"),
         ({"B": (1.5, 2)}, "within is {'B': (1.5, 2)}, expected a mapping"),

@@ -289,7 +289,7 @@ def test_row_orders():
 
 @each("depth", [0, -1, True, "2"])
 def test_invalid_depths_are_refused(depth):
-    with pytest.raises(cg.GraphError, match="expected a positive whole number"):
+    with pytest.raises(cg.GraphError, match="expected a positive integer"):
         report(model(), depth=depth)
 
 

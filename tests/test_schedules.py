@@ -85,7 +85,7 @@ def test_formulas_match_counted_actions(name, chunks, ranks, many):
         (("zbv", 4, 6), "micro-batches above the minimum"),
         (("dualpipev", 4, 7), "micro-batches above the minimum"),
         (("dualpipe", 3, 8), "half the ranks"),
-        (("1f1b", p, 8), "pp is p, expected a whole number"),
+        (("1f1b", p, 8), "pp is p, expected an integer"),
         (("gpipe", 1000, 10**9), "expected at most 5000000"),
     ],
 )  # fmt: skip

@@ -253,7 +253,7 @@ def test_invalid_latency_arguments_are_refused():
     with cg.Graph("other", dtype="bf16") as other:
         other.output(cg.relu(other.input("x", (sequences, positions, width))))
         other.defaults["D"] = 3
-    with pytest.raises(cg.GraphError, match="have no inputs of positions S in common"):
+    with pytest.raises(cg.GraphError, match="share no inputs along S with equal numbers of sequences"):
         cg.plan.latency(other, one, "h100-sxm", prompt=10, steps=1, B=1)
     with pytest.raises(cg.GraphError, match="expected one of estimate, lower_bound"):
         cg.plan.latency(whole, one, "h100-sxm", prompt=10, steps=1, B=1, time="best")

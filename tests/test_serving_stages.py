@@ -152,7 +152,7 @@ def test_training_options_are_refused_for_inference():
         with pytest.raises(cg.UnsupportedError) as refused:
             cg.parallelize(graph, pp=4, micro_batches=4, **options)
         assert "has no backward pass; omit schedule= and virtual_stages=" in str(refused.value)
-    with pytest.raises(cg.GraphError, match=r"has 2 micro-batches, expected as many sequences in each of 7"):
+    with pytest.raises(cg.GraphError, match=r"has 2 micro-batches, expected a divisor of the 7 sequences"):
         cg.plan.disaggregated(
             cg.prefill(load("llama-3-8b")), cg.parallelize(graph, pp=4, micro_batches=2), "h100-sxm",
             prompt=512, steps=8, sequences=(1, 7),

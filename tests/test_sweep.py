@@ -105,7 +105,7 @@ def test_dask_chunks_are_lazy():
         (
             {"a": bandwidth},
             {"device": ["h100-sxm", "h100-sxm"]},
-            r"sweep: devices \['h100-sxm', 'h100-sxm'\], expected each",
+            r"sweep: devices \['h100-sxm', 'h100-sxm'\] contain duplicates; expected each",
         ),
         ({"a": cg.flops(mlp("B <= 4"))}, {"B": [2, 8], "D": 2, "F": 2}, "against the assumption 'B <= 4'"),
     ],

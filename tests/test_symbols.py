@@ -117,7 +117,7 @@ def test_invalid_sizes_are_refused(text):
 
 @each("text", ["0", "0.0K", "1.5", "0.3Ki", "1.2345K", "0e5"])
 def test_non_positive_or_fractional_sizes_are_refused(text):
-    with pytest.raises(BindingError, match=f"S: got '{text}', expected a positive whole number"):
+    with pytest.raises(BindingError, match=f"S: got '{text}', expected a positive integer"):
         read_size(text, "S")
 
 

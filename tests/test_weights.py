@@ -267,7 +267,7 @@ def test_scales_and_packed_elements_count_by_bytes():
 
 
 def test_open_sizes_and_adversarial_headers():
-    with pytest.raises(cg.BindingError, match="left open, expected a size for each dimension of a parameter"):
+    with pytest.raises(cg.BindingError, match=r"no size for .*; expected one for each dimension of a parameter"):
         cg.compare_weights(load("mlp", symbolic=True), llama())
     many = {f"t__{'x' * i}": (24, "bf16") for i in range(5000)}
     with limited(), pytest.raises(FormatError, match="5000 tensors whose names differ in more than numbers"):

@@ -53,7 +53,9 @@ def load_model(
     for name in options if is_file else ():
         if name not in signature(read).parameters or name == "eager_ops":
             kind = "a config.json" if is_config else "a saved graph"
-            raise FormatError(f"--{name}: {shorten(model)} is {kind}, expected a preset for this option")
+            raise FormatError(
+                f"--{name.replace('_', '-')}: {shorten(model)} is {kind}, expected a preset for this option"
+            )
     graph = read(model, **options)
     return symbolic(graph) if symbolic_ else graph
 

@@ -285,7 +285,7 @@ class Config:
         """Return an integer."""
         value = self._get(name, default)
         if not _is_size(value, minimum):
-            raise self._wrong(name, value, f"a whole number of at least {minimum} and below 2**63")
+            raise self._wrong(name, value, f"an integer of at least {minimum} and below 2**63")
         return int(value)
 
     def optional(self, name: str) -> int | None:
@@ -342,7 +342,7 @@ class Config:
         """Return a list of integers; with `empty` it may be empty."""
         value = self._get(name, [] if empty else None)
         if not isinstance(value, list) or not (value or empty) or not all(_is_size(n, minimum) for n in value):
-            raise self._wrong(name, value, f"a list of whole numbers of at least {minimum}")
+            raise self._wrong(name, value, f"a list of integers of at least {minimum}")
         if len(value) > limit:
             raise UnsupportedError(f"{self.place}: {name} has {len(value)} numbers, expected at most {limit}")
         return list(value)

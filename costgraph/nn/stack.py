@@ -108,7 +108,7 @@ def layers(
     if not kinds or unknown is not None:
         raise GraphError(f"{place}: kinds {shown(unknown if kinds else kinds)}, expected one of {', '.join(steps)}")
     if isinstance(rest, bool) or not isinstance(rest, int) or not 0 <= rest < len(kinds):
-        raise GraphError(f"{place}: rest {shown(rest)}, expected a whole number below {len(kinds)}")
+        raise GraphError(f"{place}: rest {shown(rest)}, expected an integer below {len(kinds)}")
     if not is_name(name):
         raise GraphError(f"{place}: expected an identifier as its name")
     carries = x if isinstance(x, tuple) else (x,)

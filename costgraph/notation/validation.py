@@ -106,7 +106,7 @@ _PLAIN: dict[object, Rule] = {
     object: _ANYTHING,
     types.NoneType: Rule("None", lambda value: value is None),
     bool: Rule("True or False", lambda value: isinstance(value, bool)),
-    int: Rule("a whole number", _is_whole),
+    int: Rule("an integer", _is_whole),
     float: Rule("a number", _is_real),
     sympy.Expr: Rule("a formula", lambda value: isinstance(value, sympy.Expr)),
     Poly: Rule("a size", lambda value: isinstance(value, Poly)),

@@ -260,7 +260,7 @@ def collect(
 ) -> Report:
     """Return the report of a graph; `on_cuda` is (device, arch), `between` (overlap, network, hierarchical)."""
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise GraphError(f"report: depth={depth!r:.60}, expected a positive whole number")
+        raise GraphError(f"report: depth={depth!r:.60}, expected a positive integer")
     spec = None if hardware is None else load_hardware(hardware)
     if spec is not None and spec.symbols:
         raise BindingError(f"report: rates of {spec.id} are symbols, expected a device with numbers")

@@ -639,7 +639,7 @@ class _Record:
     """Content of a file."""
 
     schema: Annotated[str, Rule(repr(SCHEMA), SCHEMA.__eq__)]
-    environment: Annotated[Mapping[str, str | int | bool], Rule("texts and whole numbers by name", bool)]
+    environment: Annotated[Mapping[str, str | int | bool], Rule("texts and integers by name", bool)]
     hardware: _Device
     rows: Sequence[Row]
     failed: Sequence[Failed]

@@ -516,7 +516,7 @@ def _chosen_size(facts: Mapping[str, object], choices: Sequence[str]) -> int:
         product, divisor = (_product(facts, words) for words in (above.split("*"), below))
         if product and divisor and product % divisor == 0:
             return product // divisor
-    raise UnsupportedError(f"inputs: no size {' or '.join(choices)}, expected a positive whole number")
+    raise UnsupportedError(f"inputs: no size {' or '.join(choices)}, expected a positive integer")
 
 
 def _product(facts: Mapping[str, object], words: Sequence[str]) -> int:

@@ -53,7 +53,7 @@ def test_huge_layer_counts_are_not_listed(name):
     depths = [n for n in fields if n in LIMITS or n == "num_blocks"]
     result = outcome(cg.models.from_config, {**fields, **dict.fromkeys(depths, 10**9)})
     if depths:
-        assert isinstance(result, cg.Graph) or "65536 of such at the most" in str(result)
+        assert isinstance(result, cg.Graph) or "at most 65536 such layers" in str(result)
         assert not isinstance(result, cg.Graph) or len(list(result.ops)) < 300
         # the error lists layers only if the first ones differ from all others
         assert isinstance(result, cg.Graph) or name == "Qwen3ForCausalLM"
@@ -136,7 +136,7 @@ def test_config_paths_without_file_are_refused(tmp_path):
         ('{"a": ' * 5000 + "1" + "}" * 5000, "expected JSON"),
         ('{"hidden_size": ' + "9" * 5000 + "}", "expected JSON"),
         ('{"architectures": ["LlamaForCausalLM"], "hidden_size": 1' + "0" * 400 + "}", "hidden_size is an integer of"),
-        ('{"architectures": ["LlamaForCausalLM"], "hidden_size": NaN}', "hidden_size is nan, expected a whole number"),
+        ('{"architectures": ["LlamaForCausalLM"], "hidden_size": NaN}', "hidden_size is nan, expected an integer"),
         ('{"architectures": ["EfficientNetModel"], "width_coefficient": NaN}', "width_coefficient is nan, expected a"),
         ('{"architectures": ["EfficientNetModel"], "width_coefficient": 1e999}', "width_coefficient is inf, expected"),
         ('{"architectures": ["SwinModel"], "mlp_ratio": 1e300}', "mlp_ratio is 1e+300, expected a number above 0"),

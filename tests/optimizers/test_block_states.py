@@ -91,7 +91,7 @@ def test_defaults_decide_and_contradicting_sizes_are_refused():
     # per layer two norms, and the biases of qkv, the attention output and the MLP; then the last norm
     small = 12 * (4 + 3 + 1 + 4 + 1) * 768 + 2 * 768
     large = n - small
-    # every matrix is a whole number of blocks
+    # every matrix is an integer of blocks
     assert cg.state_bytes(step).state == 8 * small + 2 * (large + 4 * large // 256) + 2048
     with pytest.raises(BindingError, match=r"D=4096: against the assumption 'D < 4096'"):
         cg.peak_memory(step, B=1, S=8, D=4096, H=32)

@@ -65,7 +65,7 @@ from costgraph.optimizers.optimizer import fused_update
         (lambda: Adafactor(beta2_decay=0.5), "Adafactor: beta2_decay is 0.5"),
         (lambda: Adafactor(eps=(-1, 0)), "Adafactor: eps1 is -1"),
         (lambda: Muon(ns_steps=100), "Muon: ns_steps is 100, expected a number from 0 to 99"),
-        (lambda: Muon(ns_steps=1.5), "Muon: ns_steps is 1.5, expected a whole number"),
+        (lambda: Muon(ns_steps=1.5), "Muon: ns_steps is 1.5, expected an integer"),
         (lambda: Muon(momentum=-1), "Muon: momentum is -1"),
         (lambda: Muon(eps=-1), "Muon: eps is -1"),
         (lambda: Muon(adjust_lr_fn="x"), "Muon: adjust_lr_fn 'x', expected one of original, match_rms_adamw"),

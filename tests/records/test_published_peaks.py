@@ -141,7 +141,7 @@ def test_sizes_may_be_products_and_quotients():
     assert program.bound({"d": 3, "e": 5, "f": 42, "g": 7}) == {"A": 15, "B": 3}
     x = made_of("A (B 2) fixed", {"A": 15, "B": 3}, None)
     assert (x.shape, joined("A (B 2) fixed", x).shape) == ((15, 3, 2), (15, 6))
-    with pytest.raises(UnsupportedError, match="inputs: no size f/g/2, expected a positive whole number"):
+    with pytest.raises(UnsupportedError, match="inputs: no size f/g/2, expected a positive integer"):
         program.bound({"d": 3, "e": 5, "f": 43, "g": 7})
 
 

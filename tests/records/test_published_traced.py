@@ -77,8 +77,8 @@ def test_every_program_is_traced_with_open_sizes(name):
         ({"mode": "sideways"}, "inputs: mode 'sideways', expected one of forward, backward, full"),
         ({"dtype": "float7"}, "inputs: dtype 'float7', expected one of float32, bfloat16, float16"),
         ({"kernel": "tvd"}, "time: it is timed without what its inputs are made by"),
-        ({"M": 0}, "inputs: no size M or BT or T, expected a positive whole number"),
-        ({"M": None}, "inputs: no size M or BT or T, expected a positive whole number"),
+        ({"M": 0}, "inputs: no size M or BT or T, expected a positive integer"),
+        ({"M": None}, "inputs: no size M or BT or T, expected a positive integer"),
     ],
 )
 def test_unpredicted_programs_state_the_reason(timed, change, reason):

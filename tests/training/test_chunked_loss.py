@@ -52,7 +52,7 @@ def test_zoo_heads_move_into_chunk_loop(name):
     [
         (lambda: cg.chunked_cross_entropy(0), ShapeError, "chunks: 0, expected a positive integer"),
         (lambda: cg.peak_memory(declared(False, chunks=2), B=1, S=55, D=2), BindingError,
-         "S=55: axis 2 of 'parts' has size S/2 = 55/2, expected a positive whole number"),
+         "S=55: axis 2 of 'parts' has size S/2 = 55/2, expected a positive integer"),
         (lambda: training_step(load("bert-base"), cg.chunked_cross_entropy(2)), UnsupportedError,
          "of 2 outputs, expected only logits"),
         (lambda: training_step(load("dit-xl-2"), cg.chunked_cross_entropy(2)), UnsupportedError,

@@ -290,7 +290,7 @@ def test_unmeasurable_devices_are_refused(device, text):
 def test_ops_on_other_devices_are_refused():
     x = torch.ones(3, device="meta")
     message = error_of(UnsupportedError, measure, torch.relu, x)
-    assert message == "device 'meta': no way to measure it, expected cpu or cuda"
+    assert message == "device 'meta': cannot be measured, expected cpu or cuda"
     assert error_of(UnsupportedError, measure, torch.relu, x, device="cpu") == (
         "measure: ops ran on meta, expected only cpu"
     )

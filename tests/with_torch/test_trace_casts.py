@@ -31,13 +31,13 @@ def places(x):
 CASTS = {
     "a product with a mask": lambda x: x * (x > 0),
     "a product in place": lambda x: x.sin().mul_(x > 0),
-    "a sum with whole numbers": lambda x: x + places(x),
-    "a quotient of whole numbers": lambda x: places(x) / places(x),
-    "a root of whole numbers": lambda x: places(x).sqrt(),
-    "whole numbers by half": lambda x: places(x) * 0.5,
+    "a sum with integers": lambda x: x + places(x),
+    "a quotient of integers": lambda x: places(x) / places(x),
+    "a root of integers": lambda x: places(x).sqrt(),
+    "integers by half": lambda x: places(x) * 0.5,
     "a comparison": lambda x: x > places(x),
     "a choice": lambda x: torch.where(x > 0, x, places(x)),
-    "whole numbers of two widths": lambda x: places(x) == places(x).int(),
+    "integers of two widths": lambda x: places(x) == places(x).int(),
     "floats of two widths": lambda x: x + x.bfloat16(),
     "how many there are": lambda x: (x > 0).sum(-1),
     "a running count": lambda x: (x > 0).cumsum(-1),
@@ -57,7 +57,7 @@ def test_cpu_operand_casts_are_in_the_peak(name):
 BACK = {
     "a mask that is a factor": lambda x: (x > 0) * x * 2,
     "a mask far from the loss": lambda x: torch.sin((x > 0) * x.exp())[:, None],
-    "whole numbers that divide": lambda x: x.sin() / (1 + places(x)),
+    "integers that divide": lambda x: x.sin() / (1 + places(x)),
 }
 
 

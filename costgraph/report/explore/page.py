@@ -356,7 +356,7 @@ def _conditions(graph: Graph) -> list[tuple[Test, str]]:
     return [
         *((Test(r.difference, equal=r.equal, strict=r.strict), r.text) for r in graph.root.relations.relations),
         *((Test(c.formula, c.least, whole=c.whole),
-           f"{c.place}, {c.formula.brief()}, is {'a whole number, ' if c.whole else ''}{c.least} or more")
+           f"{c.place}, {c.formula.brief()}, is {'an integer, ' if c.whole else ''}{c.least} or more")
           for c in conditions(graph)),
         *((test, text) for test, text in _stage_conditions(graph) if test.amount.names()),
     ]  # fmt: skip

@@ -352,7 +352,7 @@ def calibrate(*paths: str | os.PathLike[str], validate: bool = True, say: Said |
 
 
 def _short(value: object) -> str:
-    """Return a value as one line of JSON; whole numbers in a row lose their fraction."""
+    """Return a value as one line of JSON; integers in a row lose their fraction."""
     row = [int(x) if x == int(x) else x for x in value] if isinstance(value, list) and value else value
     return json.dumps(row, separators=(",", ":"))
 
