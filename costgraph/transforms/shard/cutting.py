@@ -140,23 +140,24 @@ class Cutting(TokenRouting):
     def prepared(self, op: Op, i: int, new: Graph, inside: Mapping[Tensor, Tensor]) -> Tensor:
         """Return a kernel operand, with a partial sum reduced to the placement of a similar operand."""
         old = op.operands[i]
+        similar = (
+            self.at[self.tensors[o]]
+            for o in op.operands
+            if o is not old and o.sizes == old.sizes and isinstance(self.tensors[o], Tensor)
+            and not self.at[self.tensors[o]].pending
+        )  # fmt: skip
+        if isinstance(self.tensors[old], UnplacedSource):
+            return self.value(old, new, next(similar, None), op.phase)
         t = inside[old] if old in inside else self.value(old, new)
         at = self.at[t]
         if t in self.params and op.phase != "optimizer":
             at = at.without(self.params[t] & at.axes, self.mesh)
+        if t in self.undecided:
+            at = next(similar, at)
         shared = all(self.mesh.beside(axis) & at.axes for axis in at.pending)
         assert isinstance(op.kind, Kernel)
         # row offsets are rank-local partial sums that ops inside handle themselves
         reduced = at.pending and t not in self.rows.own
         if reduced and not (shared and passes(op.kind.body, op.kind.body.formals[i])):
-            like = next(
-                (
-                    self.at[self.tensors[o]]
-                    for o in op.operands
-                    if o is not old and o.sizes == old.sizes and isinstance(self.tensors[o], Tensor)
-                    and not self.at[self.tensors[o]].pending
-                ),
-                at.without(at.pending, self.mesh),
-            )  # fmt: skip
-            at = like
+            at = next(similar, at.without(at.pending, self.mesh))
         return self.moved_to(t, at, new, op.phase)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ...algebra.polynomial import ONE, total
 from ...dtypes import DType
+from ...errors import UnsupportedError
 from ...ir.graph import Factors, Graph, Mesh, Op, OpKind, Placement, Repeat, Storage, Tensor, agree, blocks, seen
 from ...ir.strides import in_the_order_of
 from ...ops.collectives import Collective, LocalShard, Meshed
@@ -366,12 +367,22 @@ class RequestedPlacements:
 
 
 class UnplacedSource:
-    """The result of an op without operands, which is created when a reader requests a placement."""
+    """A tensor without a placement, which is created when a reader requests one.
+
+    It is the result of an op without operands, a scalar that is expanded, or an elementwise function of one.
+    """
 
     def __init__(self, op: Op) -> None:
         self.op = op
         value = op.kind.value if isinstance(op.kind, Fill) else None
         self.zero = isinstance(op.kind, Undef) or value == 0
+
+
+class WiderError(Exception):
+    """Raised when a carry of a loop should be sharded along more mesh axes than it starts with."""
+
+    def __init__(self, loop: Op, starts: Mapping[int, Placement]) -> None:
+        self.loop, self.starts = loop, starts
 
 
 class PlacedTensors(Rewriter):
@@ -405,6 +416,8 @@ class PlacedTensors(Rewriter):
         """New tensors whose rows are in rank-local order."""
         self.carried: set[Storage] = set()
         """Storages that are carried: the next iteration reads them with the same placement."""
+        self.undecided: dict[Tensor, tuple[Op, int]] = {}
+        """New carries that start as an expanded scalar, and their loop and position: the first reader decides."""
         self.met_by: dict[Tensor, Placement] = {}
         """Old tensors that are carried out, and the placement of the carry."""
         self.homes: dict[Any, Placement] = {}
@@ -488,13 +501,14 @@ class PlacedTensors(Rewriter):
         return new if self.piece is None else self.piece.graph()
 
     def made(self, later: UnplacedSource, old: Tensor, new: Graph, want: Placement) -> Tensor:
-        """Create the result of an op without operands with local sizes."""
+        """Create the result of a deferred op with local sizes."""
         if not later.zero:
             want = want.without(want.pending, self.mesh)
-        kind = later.op.kind
-        assert isinstance(kind, DenseFactory)
-        kind = at_places(replace(kind, sizes=want.local(old.sizes)), want, self.mesh)
-        op = self.here(new).add_op(kind, [], later.op.name, later.op.phase)
+        kind, here = later.op.kind, self.here(new)
+        if isinstance(kind, DenseFactory | Expand):
+            kind = at_places(replace(kind, sizes=want.local(old.sizes)), want, self.mesh)
+        operands = [self.value(t, new, want if t.ndim else None) for t in later.op.operands]
+        op = here.add_op(kind, operands, later.op.name, later.op.phase)
         op.scope = later.op.scope
         self.at[op.results[0]] = want
         return op.results[0]
@@ -507,6 +521,9 @@ class PlacedTensors(Rewriter):
         key, always = (t, want, new, "" if t in self.params else phase), (t, want, new, "")
         if key in self.copies or always in self.copies:
             return self.copies.get(key) or self.copies[always]
+        if t in self.undecided and not want.pending and want.axes > have.axes:
+            loop, i = self.undecided[t]
+            raise WiderError(loop, {i: want})
         way, param = list(steps(have, want, self.mesh, None if t.domain is None else t.domain[1])), t in self.params
         made = self.again(t, want, new, phase) if repeated(t) and {name for *_, name in way} != {"part"} else None
         if made is not None:
@@ -526,7 +543,11 @@ class PlacedTensors(Rewriter):
             key = always
             self.copies[made, have, new, ""] = t
             self.elsewhere[made] = t
-        assert self.at[made] == want, f"{t!r}: {have} -> {self.at[made]}, expected {want}"
+        if self.at[made] != want:
+            raise UnsupportedError(
+                f"shard: {t.name!r} lies as {have} and is wanted as {want}, to which no collective moves it; expected "
+                f"placements that agree"
+            )
         if have.pending == want.pending or t not in self.rows.own:  # a reduced count is the same on all ranks
             self.rows.stands_for(made, t)
         if param:

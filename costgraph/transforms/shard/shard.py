@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Annotated
+from typing import Annotated, Any
 
 from ...algebra.polynomial import ONE, Poly, poly
 from ...algebra.symbols import is_name, shown
@@ -34,7 +35,7 @@ from ...ops.elementwise import Pointwise
 from ...ops.fill import DenseFactory
 from ...ops.grouped import GroupedMatmul, GroupedOuter
 from ...ops.index import Scatter
-from ...ops.layout import Rearrange, Slice
+from ...ops.layout import Expand, Rearrange, Slice
 from ...ops.loops import Empty, Kernel, Stacked
 from ...ops.updates import ZeroGrad
 from .choice import Choice, PlacedOperand, choose, of_keys, of_rank, queries, restricted
@@ -43,7 +44,7 @@ from .fsdp_policy import FullyShard
 from .grad_reduction import Buckets, PeeledLastMicroBatch, in_buckets
 from .kernels import before, common
 from .partial_sums import added, adds, becoming, late, made_of, pending_of, targets
-from .placed_tensors import RequestedPlacements, UnplacedSource, in_rings, repeated
+from .placed_tensors import RequestedPlacements, UnplacedSource, WiderError, in_rings, repeated
 
 __all__ = [
     "Sharder",
@@ -57,13 +58,6 @@ __all__ = [
 
 #: Kinds whose result is the parameter they read, in another form.
 _SAME = (Rearrange, Slice, Pointwise)
-
-
-class _WiderError(Exception):
-    """Raised when an iteration leaves a carry sharded along more mesh axes than it received it with."""
-
-    def __init__(self, starts: Mapping[int, Placement]) -> None:
-        self.starts = starts
 
 
 class Sharder(Cutting):
@@ -87,7 +81,7 @@ class Sharder(Cutting):
         # a stack is allocated before its slices are written
         if isinstance(op.kind, Empty) or (op.results[:1] and op.results[0] in self.stated.stacks):
             self.stack(op, new)
-        elif isinstance(op.kind, DenseFactory):
+        elif isinstance(op.kind, DenseFactory) or self.is_expanded(op):
             self.tensors[op.results[0]] = UnplacedSource(op)
         elif self.narrow(op):
             pass
@@ -118,6 +112,23 @@ class Sharder(Cutting):
                     self.reduced[t.storage] = self.tensors[t]
         if not inside:
             self.after(op, new)
+
+    def is_expanded(self, op: Op) -> bool:
+        """Whether an op expands a scalar, or maps an expanded scalar elementwise: each rank computes its part alone."""
+        if self.piece is not None or op.kind.overwrites() or op.results[0] in self.wanted:
+            return False
+        given = [self.tensors[t] for t in op.operands]
+        later = [isinstance(x, UnplacedSource) for x in given]
+        if any(not d and (x.ndim or self.at[x].pending) for x, d in zip(given, later, strict=True)):
+            return False
+        if isinstance(op.kind, Expand):
+            return op.operands[0].ndim == 0
+        same = all(t.sizes == op.results[0].sizes for t in op.operands if t.ndim)
+        return (
+            isinstance(op.kind, Pointwise)
+            and same
+            and any(d and not isinstance(x.op.kind, DenseFactory) for x, d in zip(given, later, strict=True))
+        )
 
     def plain(self, op: Op, new: Graph) -> None:
         """Add the local form of an op that has no body."""
@@ -280,18 +291,28 @@ class Sharder(Cutting):
                 )
             starts.append(place)
         host, around = self.here(new), self.piece
-        known, copies, within = dict(self.tensors), dict(self.copies), dict(self.inside)
         self.piece = None  # a loop inside a kernel is not split: collectives stay inside
         while True:
+            state = self.state()
             try:
                 with host.whole():
                     self.iterations(op, host, starts)
                 break
-            except _WiderError as wider:
+            except WiderError as wider:
+                if wider.loop is not op:
+                    raise
                 starts = [wider.starts.get(i, place) for i, place in enumerate(starts)]
-                # undo this attempt
-                self.tensors, self.copies, self.inside = dict(known), dict(copies), dict(within)
+                vars(self).update(state)  # undo this attempt
         self.piece = around
+
+    def state(self) -> dict[str, Any]:
+        """Return all that is known so far, by attribute, as it is before an attempt."""
+        return {
+            name: copy(value) if isinstance(value, set | list)
+            else {k: copy(v) if isinstance(v, set | list) else v for k, v in value.items()} if isinstance(value, dict)
+            else value
+            for name, value in vars(self).items()
+        }  # fmt: skip
 
     def iterations(self, op: Op, new: Graph, starts: Sequence[Placement | None]) -> None:
         """Add the loop with its carries at given placements."""
@@ -306,11 +327,16 @@ class Sharder(Cutting):
         shared = [self.summed(t, new, op.phase) for t in loop.shared]
         body = new.start_body(loop.body.name, fused=False)
         self.enter(loop, begun, xs, shared, body)
+        self.undecided |= {
+            self.tensors[f]: (op, i)
+            for i, (f, t, place) in enumerate(zip(loop.carries, loop.starts, starts, strict=True))
+            if place is None and isinstance(found := self.tensors[t], UnplacedSource) and not found.zero
+        }
         self.met_by |= {t: place for t, place in zip(loop.nexts, starts, strict=True) if place is not None}
         self.fill(loop.body, body)
         # these are independent of each other: restart once for all of them
         if parts := {i: at for i, place in enumerate(places) if (at := self.parts_of_sums(i, op, place)) is not None}:
-            raise _WiderError(parts)
+            raise WiderError(op, parts)
         for i, t in enumerate(loop.nexts):
             self.hand_on(i, t, body, op, places[i])
         self.tensors |= {t: self.inside[t] for t in loop.saved if t in self.inside}
@@ -405,7 +431,7 @@ class Sharder(Cutting):
             dims = [d if not place.dims[j] else place.dims[j] for j, d in enumerate(after.dims)]
             wider = Placement(tuple(dims))
             if wider != place and len(wider.axes) == sum(len([f for f in d if isinstance(f, str)]) for d in dims):
-                raise _WiderError({i: wider})
+                raise WiderError(op, {i: wider})
         if t not in self.stated.places and loop.carries[i] not in self.stated.places and t not in self.wanted:
             self.tell(op, t, after, place, "the next iteration has it otherwise")
         self.tensors[t] = self.dense(self.moved_to(found, place, body, op.phase), body, op.phase)
