@@ -215,7 +215,7 @@ class _Offloader(Rewriter):
         """Return a new tensor in the given memory: itself, or a copy shared by an op's pass."""
         if found.storage.host == host:
             return found
-        key = (found, "backward" if op.phase in _BACK else op.phase, new)
+        key = (found, _pass(op), new)
         if key not in self.copies:
             self.copies[key] = self.moved([found], op, new, host=host)
         return self.copies[key]
@@ -258,8 +258,7 @@ class _Offloader(Rewriter):
     def view(self, op: Op, new: Graph) -> None:
         """Add a view or `KeepAlive` of a tensor in whichever memory has it; a mere `KeepAlive` fetches nothing."""
         operands = [self.found(t, op, new) for t in op.operands]
-        phase = "backward" if op.phase in _BACK else op.phase
-        operands = [self.copies.get((t, phase, new), t) if t.storage.host else t for t in operands]
+        operands = [self.copies.get((t, _pass(op), new), t) if t.storage.host else t for t in operands]
         sides = {self.on_host(reader) for t in op.results for reader in self.readers(t)}
         if len(sides) == 1 and not isinstance(op.kind, KeepAlive) and op.results[0].numel == op.operands[0].numel:
             operands = [self.at(operands[0], op, new, host=sides.pop()), *operands[1:]]  # all readers are there
@@ -338,19 +337,20 @@ class _Offloader(Rewriter):
         self.add(op, replace(bound_record(op.kind, self.values), body=body), [*starts, *xs, *shared], new)
 
     def sliced(self, t: Tensor, op: Op, new: Graph) -> Tensor:
-        """Return a sliced operand, copied once if several loops on the host read it."""
-        found = self.found(t, op, new)
-        loops = [reader for reader in t.graph.successors(t) if reader.loop is not None and reader.phase == op.phase]
-        if not found.storage.pieces or found.storage.host or len(loops) < 2 or not all(map(self.on_host, loops)):
+        """Return a sliced operand, copied once if several loops of a pass read it in the other memory."""
+        found, pass_ = self.found(t, op, new), _pass(op)
+        loops = [reader for reader in t.graph.successors(t) if reader.loop is not None and _pass(reader) == pass_]
+        sides = {*map(self.on_host, loops)}
+        written = any(made.storage is t.storage for reader in loops for made in reader.results)
+        if not found.storage.pieces or written or len(loops) < 2 or sides != {not found.storage.host}:
             return found
-        key = (found, op.phase, new)
+        key = (found, pass_, new)
         if key not in self.copies:
+            to = "device" if found.storage.host else "host"
             with opened(graph=new, levels=tuple(filter(None, op.scope.split("/"))), phase=op.phase):
-                (self.copies[key],) = each(found.sizes[0], self._to_host, [found], name="to_host")
+                copied = each(found.sizes[0], lambda x: (transfer(x, self.link, to=to),), [found], name=f"to_{to}")
+            (self.copies[key],) = copied
         return self.copies[key]
-
-    def _to_host(self, x: Tensor) -> tuple[Tensor]:
-        return (transfer(x, self.link, to="host"),)
 
     def left(self, t: Tensor, op: Op) -> Tensor:
         """Return an output of an iteration, on the host if offloaded; an inner loop has moved its own results."""
@@ -365,6 +365,11 @@ class _Offloader(Rewriter):
         sides = {self.on_host(reader) for reader in self.readers(f)}
         whole = len(sides) == 1 and not found.storage.pieces and not is_pass(f.graph)
         return self.at(found, op, new, host=sides.pop()) if whole else found
+
+
+def _pass(op: Op) -> str:
+    """Return the pass of an op: recomputed ops belong to the backward pass."""
+    return "backward" if op.phase in _BACK else op.phase
 
 
 def _is_view(op: Op) -> bool:

@@ -17,15 +17,15 @@ def test_ranks_keep_what_holds_of_all_degrees(seed):
     check(random.Random(seed))
 
 
-@pytest.mark.parametrize(("kinds", "zero"), [(1, 0), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("kinds", "zero"), [(1, 0), (2, 3)])
 def test_gradients_of_a_mean_behind_a_norm_are_accumulated_as_partial_sums(kinds, zero):
     """The first gradient is a repeated scalar: each rank computes its own part."""
     g = model(kinds, gated=False, fused=False, post_norm=True)
     step = cg.training_step(g, optimizer=cg.SGD(), accumulate=2)
     rank = cg.parallelize(step, dp=2, zero=zero, reduce_each=False)
     testing.check_sharded(step, rank, **FEW)
-    expanded = {t.sizes[0] for op in rank.walk() if op.kind.name == "expand" for t in op.results if t.ndim == 3}
-    assert expanded == {cg.dims("B") / 2}
+    expanded = {str(t.sizes[0]) for op in rank.walk() if op.kind.name == "expand" for t in op.results if t.ndim == 3}
+    assert expanded == {"B/2"}
 
 
 def test_layers_of_two_kinds_that_are_alike_are_gathered_as_layers_of_one():
