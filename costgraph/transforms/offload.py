@@ -342,8 +342,9 @@ class _Offloader(Rewriter):
         loops = [reader for reader in t.graph.successors(t) if reader.loop is not None and _pass(reader) == pass_]
         sides = {*map(self.on_host, loops)}
         written = any(made.storage is t.storage for reader in loops for made in reader.results)
-        # later loops read the copy of an activation, such as a gradient; a source is written back slice by slice
-        shared = (len(loops) > 1 and not written) or (written and t.storage.role == "activation")
+        # parameters are written back slice by slice; later loops read the copy of an activation, such as a gradient
+        several = len(loops) > 1 and not (written and found.storage.host)
+        shared = several or (written and t.storage.role == "activation")
         if not shared or not found.storage.pieces or sides != {not found.storage.host}:
             return found
         key = (found, pass_, new)

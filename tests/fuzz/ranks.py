@@ -52,7 +52,10 @@ def check(rng: random.Random) -> None:
     accumulate, checkpoint = rng.choice((1, 2)), rng.choice((None, cg.every_block()))
     optimizer = rng.choice((cg.SGD(), cg.AdamW(implementation="fused")))
     step = cg.training_step(
-        model(kinds, gated=gated, fused=fused, post_norm=post_norm), optimizer=optimizer, checkpoint=checkpoint, accumulate=accumulate
+        model(kinds, gated=gated, fused=fused, post_norm=post_norm),
+        optimizer=optimizer,
+        checkpoint=checkpoint,
+        accumulate=accumulate,
     )
     dp, tp = rng.choice((1, 2, 4)), rng.choice((1, 2, 4))
     assert numbers(cg.parallelize(step, dp=1, tp=1, zero=rng.randrange(4)), **SIZES) == numbers(step, **SIZES)
