@@ -1,4 +1,4 @@
-"""Oracles and strategies for the tests of the algebra: exact Fractions at points, no code of the library."""
+"""Oracles and strategies for the algebra tests: exact Fractions at points, without library code."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ A, B, C, D = SYMBOLS
 
 
 def points(most: int = 50, names: tuple[str, ...] = NAMES) -> st.SearchStrategy[dict[str, int]]:
-    """Sizes for every name, small ones and large ones."""
+    """Draw sizes for every name, small and large."""
     size = st.one_of(st.integers(1, 3), st.integers(1, most))
     return st.fixed_dictionaries(dict.fromkeys(names, size))
 
@@ -26,7 +26,7 @@ rationals = st.fractions(min_value=-20, max_value=20, max_denominator=6)
 
 @st.composite
 def sums(draw, lowest: int = -2, highest: int = 3, most: int = 5, coefficients=rationals) -> sympy.Expr:
-    """A sum of monomials in A, B, C, D as a sympy expression."""
+    """Draw a sum of monomials in A, B, C, D as a sympy expression."""
     terms = draw(
         st.lists(st.tuples(coefficients, st.tuples(*[st.integers(lowest, highest)] * 4)), min_size=0, max_size=most)
     )
@@ -43,7 +43,7 @@ whole = st.integers(-9, 9)
 
 @st.composite
 def atoms(draw) -> sympy.Expr:
-    """What is no polynomial: rounded sums, extremes, reciprocals, powers with symbols in the exponent."""
+    """Draw a non-polynomial: rounded sums, extremes, reciprocals, or powers with symbolic exponents."""
     one, two = draw(sums(0, 2, 3, whole)), draw(sums(0, 1, 3, whole))
     k = draw(st.integers(1, 5))
     kind = draw(st.sampled_from(["floor", "ceiling", "Max", "Min", "reciprocal", "routing", "power"]))
@@ -64,13 +64,13 @@ def atoms(draw) -> sympy.Expr:
 
 @st.composite
 def mixed(draw) -> sympy.Expr:
-    """A sum of monomials, some of them times an atom."""
+    """Draw a sum of monomials, some multiplied by an atom."""
     parts = draw(st.lists(st.tuples(sums(-1, 2, 2), atoms()), max_size=2))
     return sympy.Add(draw(sums(most=3)), *(p * a for p, a in parts))
 
 
 def outputs_under_hash_seeds(code: str) -> set[str]:
-    """Run a program under several values of PYTHONHASHSEED and return what it prints."""
+    """Run a program under several values of PYTHONHASHSEED and return its outputs."""
     return {
         subprocess.run(
             [sys.executable, "-c", code],

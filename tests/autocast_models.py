@@ -1,4 +1,4 @@
-"""Small models twice, in plain torch and declared, and the ops that each of them runs."""
+"""Small models in plain torch and as declarations, and the ops that each version runs."""
 
 import math
 from itertools import groupby
@@ -8,7 +8,7 @@ from costgraph.transforms.precision import word
 
 B, S, D, H, F, L, V = cg.dims("B S D H F L V")
 
-#: What torch calls an op, and the word for it; casts are counted with their elements.
+#: Our op name for each torch op; casts are counted with their elements.
 NAMES = {
     "_to_copy": "cast", "mm": "matmul", "bmm": "matmul", "addmm": "addmm", "_softmax": "softmax", "mul": "mul",
     "native_layer_norm": "norm", "add": "add", "gelu": "gelu_tanh", "silu": "silu", "embedding": "gather",
@@ -36,7 +36,7 @@ def recorder(torch):
             return out
 
         def kernel(self, name, run):
-            """What torch computes in several ops stands for one kernel."""
+            """A composite torch op counts as one kernel."""
             self.paused = True
             out = run()
             self.paused = False
@@ -47,7 +47,7 @@ def recorder(torch):
 
 
 def rows(graph):
-    """The same of a graph without loops: word, format and elements of what each op makes."""
+    """Return the op, dtype and elements of every result in a graph without loops."""
     out = []
     for op in graph.ops:
         name = word(op)
@@ -58,7 +58,7 @@ def rows(graph):
 
 
 def in_order(made):
-    """Casts in front of one op in the order of their sizes: C++ leaves open in which order arguments are made."""
+    """Sort the casts before an op by size: C++ does not define the evaluation order of arguments."""
     out = []
     for is_cast, group in groupby(made, key=lambda row: row[0] == "cast"):
         out += (sorted if is_cast else list)(group)
@@ -73,7 +73,7 @@ def plain(torch, *shape):
 
 
 def gpt2_rows(torch):
-    """A GPT-2 of two layers with eager attention and a tied head, in plain torch."""
+    """Run a two-layer GPT-2 with eager attention and a tied head in plain torch."""
     b, s, d, h, f, v, layers = (SIZES[n] for n in "BSDHFVL")
     fn, k = torch.nn.functional, d // h
     table, positions = plain(torch, v, d), plain(torch, s, d)
@@ -123,7 +123,7 @@ def gpt2_graph(dtype="fp32", attention="eager"):
 
 
 def llama_rows(torch):
-    """A Llama of two layers with one attention kernel, RMSNorm, rotary positions and SwiGLU, in plain torch."""
+    """Run a two-layer Llama with fused attention, RMSNorm, rotary positions and SwiGLU in plain torch."""
     b, s, d, h, f, v, layers = (SIZES[n] for n in "BSDHFVL")
     fn, k = torch.nn.functional, d // h
     table, head, last = plain(torch, v, d), plain(torch, v, d), plain(torch, d)

@@ -1,4 +1,4 @@
-"""The browser that tests of pages drive: Chromium as the system has it, by playwright."""
+"""The browser for page tests: the system's Chromium, driven by playwright."""
 
 import shutil
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ driver = pytest.importorskip("playwright.sync_api", reason="playwright is not in
 
 @contextmanager
 def chromium():
-    """Give a browser without a screen."""
+    """Return a headless browser."""
     with driver.sync_playwright() as playing:
         opened = playing.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened

@@ -1,4 +1,4 @@
-"""How many examples a randomised test draws: a share of what it says in a plain run, all or more in a long one."""
+"""Number of examples in randomised tests: a fraction in plain runs, all or more in long runs."""
 
 import os
 import random
@@ -10,17 +10,17 @@ from hypothesis import HealthCheck, settings
 
 VARIABLE = "COSTGRAPH_EXAMPLES"
 
-#: What a plain run draws, the same examples each time.
+#: Fraction of the examples that a plain run draws, always the same ones.
 PLAIN = Fraction(1, 20)
 
 
 def is_plain() -> bool:
-    """Whether the environment asks for no number of examples: each run is the same then."""
+    """Return whether the environment sets no number of examples, so that every run is the same."""
     return VARIABLE not in os.environ
 
 
 def multiplier() -> Fraction | int:
-    """The integer that the environment gives, or the share of a plain run."""
+    """Return the integer from the environment, or the fraction of a plain run."""
     if is_plain():
         return PLAIN
     text = os.environ[VARIABLE]
@@ -30,13 +30,13 @@ def multiplier() -> Fraction | int:
 
 
 def examples(n: int) -> int:
-    """`n` examples, times the multiplier; one at least."""
+    """Return `n` times the multiplier, at least 1."""
     return ceil(n * multiplier())
 
 
 def in_part(cases, nth: int, of: int = 2) -> list:
-    """Cases of which a plain run holds each `of`-th, from the `nth` on, and a long test all others."""
-    given = [c if type(c) is tuple else (c,) for c in cases]  # a tuple has a value for each name
+    """Mark cases so that a plain run tests each `of`-th one from the `nth` on, and long tests run the others."""
+    given = [c if type(c) is tuple else (c,) for c in cases]  # a tuple has one value per name
     marked = [pytest.param(*c) if not hasattr(c[0], "marks") else c[0] for c in given]
     return [
         c if i % of == nth else pytest.param(*c.values, marks=(*c.marks, pytest.mark.long), id=c.id)
@@ -45,15 +45,15 @@ def in_part(cases, nth: int, of: int = 2) -> list:
 
 
 def seed() -> int | None:
-    """None, with which a search draws the same each time; a run of all examples draws new ones."""
+    """Return None, which makes every search draw the same examples; full runs draw new ones."""
     return None if is_plain() else random.SystemRandom().getrandbits(32)
 
 
 def drawing(n: int) -> settings:
-    """Settings for drawn graphs: in a plain run the same ones each time."""
+    """Return hypothesis settings for drawn graphs, deterministic in a plain run."""
     return settings(
         max_examples=examples(n),
-        deadline=None,  # an interpreter is slow, and a machine may be busy
+        deadline=None,  # the interpreter is slow, and the machine may be busy
         derandomize=is_plain(),
         database=None,
         suppress_health_check=list(HealthCheck),
@@ -61,5 +61,5 @@ def drawing(n: int) -> settings:
 
 
 def without_calls(graphs):
-    """Drawn graphs without recorded calls of torch's ops: transforms that look inside ops refuse those."""
+    """Filter out graphs with recorded torch calls, as transforms that look inside ops refuse them."""
     return graphs.filter(lambda case: all(op.kind.name != "foreign" for op in case.graph.walk()))

@@ -1,4 +1,4 @@
-"""A fast memory, simulated element by element: what schedules of a contraction load and store."""
+"""Element-wise simulation of a fast memory: loads and stores of contraction schedules."""
 
 import heapq
 import random
@@ -10,7 +10,7 @@ _TERM = re.compile(r"([a-z])(?:\*(\d+))?|(-?\d+)")
 
 
 def _place(dim, point):
-    """Position along one axis at an index point."""
+    """Return the position along one axis at an index point."""
     total = 0
     for name, factor, offset in _TERM.findall(dim.replace("+", " ")):
         total += point[name] * int(factor or 1) if name else int(offset)
@@ -18,7 +18,7 @@ def _place(dim, point):
 
 
 class Nest:
-    """Index points of a pattern, and the elements that each of them reads and adds to."""
+    """Index points of a contraction, with the elements that each point reads and accumulates."""
 
     def __init__(self, pattern, sizes, shapes, bytes_=4, same=False):
         left, _, right = pattern.partition("->")
@@ -28,10 +28,10 @@ class Nest:
         self.weights = bytes_ if isinstance(bytes_, tuple) else (bytes_,) * (len(self.operands) + 1)
         self.same = same  # all operands are one tensor
         self.made = len(self.operands)
-        self.begun, self.held = {self.made}, set()  # arrays that begin in the cache, and such as are never written
+        self.begun, self.held = {self.made}, set()  # arrays that start in the cache, and arrays that are never written
 
     def elements(self, point):
-        """(array, place) of every operand that is no padding, and of the result."""
+        """Return (array, place) of every operand outside the padding, and of the result."""
         out = []
         for i, dims in enumerate([*self.operands, self.result]):
             place = tuple(_place(d, point) for d in dims)
@@ -40,7 +40,7 @@ class Nest:
         return out
 
     def blocks(self, loops):
-        """Blocks of a loop nest, each as the index points in it; a loop runs over some indices as if they were one."""
+        """Yield the blocks of a loop nest as lists of index points; a loop over several indices treats them as one."""
         cut = []
         for names, length in loops:
             places = [dict(zip(names, at, strict=True)) for at in product(*(range(self.sizes[n]) for n in names))]
@@ -49,12 +49,12 @@ class Nest:
             yield [{k: v for part in parts for k, v in part.items()} for parts in product(*block)]
 
     def accesses(self, loops):
-        """The elements of every index point, block by block."""
+        """Yield the elements of every index point, block by block."""
         return [self.elements(p) for block in self.blocks(loops) for p in block]
 
 
 def least_recently_used(nest, accesses, room):
-    """Bytes loaded and stored where what was used least recently goes first; everything is written at the end."""
+    """Return bytes loaded and stored under LRU eviction; all results are written at the end."""
     inside, dirty, made, moved, used = OrderedDict(), set(), set(), 0, 0
     for elements in accesses:
         for e in elements:
@@ -63,7 +63,7 @@ def least_recently_used(nest, accesses, room):
                 inside.move_to_end(e)
             else:
                 result = e[0] in nest.begun
-                moved += weight if not result or e in made else 0  # a new sum begins in the cache
+                moved += weight if not result or e in made else 0  # a new sum starts in the cache
                 inside[e] = None
                 used += weight
                 made |= {e} if result else set()
@@ -78,7 +78,7 @@ def least_recently_used(nest, accesses, room):
 
 
 def ideal(nest, accesses, room):
-    """The same where what is used again last goes first (Belady 1966)."""
+    """Return the same under optimal eviction, furthest next use first (Belady 1966)."""
     uses = {}
     for at, elements in enumerate(accesses):
         for e in elements:
@@ -109,7 +109,7 @@ def ideal(nest, accesses, room):
 
 
 def by_blocks(nest, loops):
-    """Bytes moved and most bytes held where each array's block is fetched as it changes, and dropped before that."""
+    """Return bytes moved and peak bytes held for blocks loaded when they change, after evicting the old ones."""
     held = [set() for _ in (*nest.operands, nest.result)]
     moved = most = 0
     made = set()
@@ -119,7 +119,7 @@ def by_blocks(nest, loops):
             found[array].add(place)
         for i, new in enumerate(found):
             if new != held[i]:
-                # of a result what is replaced is written, and what was there before is read again
+                # a replaced result block is written, and its earlier contents are loaded again
                 count = len(new) if i < nest.made else len(held[i]) + len(new & made)
                 moved += count * nest.weights[i]
                 made |= new if i == nest.made else set()
@@ -129,7 +129,7 @@ def by_blocks(nest, loops):
 
 
 def loops_of(nest, seed):
-    """Loops over all indices in some order, with blocks of some lengths."""
+    """Draw loops over all indices in some order, with some block lengths."""
     draw = random.Random(seed)
     order = draw.sample(sorted(nest.sizes), len(nest.sizes))
     return [((n,), draw.randint(1, nest.sizes[n])) for n in order]

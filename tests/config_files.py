@@ -1,4 +1,4 @@
-"""Small files of every architecture that `from_config` reads, as people write them: what sets a size, little else."""
+"""Minimal configuration files for every architecture that `from_config` reads: mainly the fields that set sizes."""
 
 import copy
 from typing import Any
@@ -58,7 +58,7 @@ XLSTM = {
     "hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 29, "embedding_dim": 64, "num_blocks": 2,
 }  # fmt: skip
 
-#: Model type of transformers and fields, by architecture.
+#: transformers model type and fields, by architecture.
 FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT2LMHeadModel": ("gpt2", {"n_embd": 12, "n_head": 3, "n_layer": 2, "n_positions": 17, "vocab_size": 29}),
     "LlamaForCausalLM": ("llama", DECODER),
@@ -103,6 +103,6 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def file_of(name: str) -> dict[str, Any]:
-    """A small file of an architecture."""
+    """Return a minimal configuration file for an architecture."""
     kind, fields = FILES[name]
     return {"architectures": [name.split()[0]], "model_type": kind, **copy.deepcopy(fields)}

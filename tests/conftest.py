@@ -1,4 +1,4 @@
-"""Where torch is not installed, tests that it is the oracle of are left out; all others run."""
+"""Pytest configuration; without torch, tests that use it as the oracle are skipped."""
 
 import gc
 import os
@@ -13,24 +13,24 @@ import pytest
 from budget import is_plain
 from hypothesis import HealthCheck, settings
 
-# the first two are limits in seconds of the clock, which a busy machine passes; a plain run is always the same
+# disable wall-clock limits, which a busy machine exceeds, and make plain runs deterministic
 settings.register_profile(
     "costgraph", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=is_plain()
 )
 settings.load_profile("costgraph")
 
-# `nohup` and background jobs of a script ignore Ctrl-C, and children would inherit that: those here are interrupted
+# `nohup` and background jobs ignore Ctrl-C and children inherit that, but tests interrupt their children
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# a worker for each processor: threads of torch beside it would wait for each other
+# One worker per processor, as torch's own threads would compete with them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# some machines forbid compiled files: every process would compile the whole library and the tests again
+# some machines disallow bytecode files, and then every process would compile the library and the tests again
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 sys.dont_write_bytecode = False
 
-# graphs are cycles of many small objects that live: to look for dead ones at each 700 takes a tenth of a run
+# graphs are cycles of many small live objects; the default collection threshold of 700 costs a tenth of a run
 gc.set_threshold(50_000, 20, 100)
 
 TESTS = Path(__file__).resolve().parent
@@ -48,13 +48,13 @@ def torch_is_missing():
 
 @cache
 def modules():
-    """Files by the name under which another test imports them."""
+    """Map import names to test files."""
     return {path.stem: path for path in TESTS.rglob("*.py")}
 
 
 @cache
 def needs_torch(name):
-    """Whether a module imports torch when it is imported, itself or by another one of the tests."""
+    """Return whether importing a module imports torch, directly or through other test modules."""
     path = modules().get(name)
     if path is None:
         return name == "torch"
@@ -68,14 +68,14 @@ def pytest_ignore_collect(collection_path):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give two workers a half each, then half of what the other has left: most files, and their caches, are of one."""
+    """Give each of two workers half of the tests, then half of the other's rest; tests in a file share caches."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 def set_aside():
-    """Keep what lives from being looked through by each later collection: measurements and traces ask for many."""
+    """Freeze live objects, so that the frequent collections in measurements and traces skip them."""
     gc.collect()
     gc.freeze()
 
@@ -86,5 +86,5 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    if nextitem is not None and nextitem.path != item.path:  # fixtures of the file are gone, what it cached stays
+    if nextitem is not None and nextitem.path != item.path:  # fixtures of the file are gone, its caches remain
         set_aside()

@@ -1,4 +1,4 @@
-"""Tables of cases that take milliseconds each: one test goes over all, which saves collecting and setting up."""
+"""Tables of fast cases: one test runs all of them, which avoids collection and setup costs."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -7,14 +7,14 @@ from typing import Any
 
 __all__ = ["each"]
 
-#: Failing cases that are told beside the first one.
+#: Number of further failing cases to report after the first.
 _MOST = 20
 
 
 def each(names: str | Sequence[str], cases: Iterable[Any], ids: object = None) -> Callable[[Callable], Callable]:
-    """As `pytest.mark.parametrize`, within one test: all cases run, and an error names those that fail.
+    """Work as `pytest.mark.parametrize` within one test: run all cases, and name those that fail.
 
-    Fixtures are shared by the cases.
+    The cases share fixtures.
     """
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
     rows = [_values(case, len(names)) for case in cases]
@@ -45,7 +45,7 @@ def each(names: str | Sequence[str], cases: Iterable[Any], ids: object = None) -
 
 
 def _values(case: Any, count: int) -> tuple[Any, ...]:
-    """Return the values of a case, of `pytest.param` as well; one with a mark needs a test of its own."""
+    """Return the values of a case or `pytest.param`; a case with a mark needs a separate test."""
     if hasattr(case, "marks"):
         if case.marks:
             raise ValueError(f"{case}: a mark, expected a test of its own, by pytest.mark.parametrize")

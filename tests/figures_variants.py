@@ -111,7 +111,9 @@ EXPERTS: Variants = {
 DEGREES_AND_SYSTEMS: Variants = {
     "tp": lambda model: cg.parallelize(training_step(model), tp=2),
     "zero 1": lambda model: cg.parallelize(training_step(model), dp=2, zero=1),
-    "zero 2": lambda model: cg.parallelize(training_step(model, accumulate=2), dp=2, zero=2, reduce_each=False),
+    "zero 2": lambda model: cg.parallelize(
+        training_step(model, accumulate=2), dp=2, zero=2, reduce_every_microbatch=False
+    ),
     "buckets": lambda model: cg.parallelize(training_step(model), dp=2, buckets=cg.Buckets()),
     "offload": lambda model: cg.parallelize(training_step(model), dp=2, zero=3, offload="optimizer"),
     "megatron": lambda model: cg.parallelize(
@@ -132,7 +134,7 @@ DEGREES_AND_SYSTEMS: Variants = {
     "decode, stages": lambda model: cg.parallelize(cg.decode(model), pp=2, micro_batches=2),
     **{
         f"stages, {schedule}": lambda model, schedule=schedule, virtual=virtual: cg.parallelize(
-            training_step(model, accumulate=8), pp=2, micro_batches=8, schedule=schedule, virtual=virtual
+            training_step(model, accumulate=8), pp=2, micro_batches=8, schedule=schedule, virtual_stages=virtual
         )
         for schedule, virtual in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zbv", 2))
     },

@@ -1,8 +1,8 @@
-"""List the tests of each op kind: `PYTHONPATH=tests python -m pytest -q -n 2 -p kinds_covered` writes the page.
+"""List the tests for each op kind: `PYTHONPATH=tests python -m pytest -q -n 2 -p kinds_covered` writes the page.
 
-A pytest plugin. It notes the kinds of the graphs that reach five places: the laws of costs, the laws of training and
-comparisons with finite differences, the comparison of ranks with one device, the lowering to torch, and the tracer.
-Of each kind and place the page names the test that takes the least time, and counts the others.
+This pytest plugin records op kinds in graphs that reach one of five places: the cost laws, the training laws and
+finite-difference comparisons, the per-rank comparison with one device, the lowering to torch, and the tracer. For each
+kind and place the page names the fastest test and counts the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent / "vjp"))  # as its conftest.py does, later
+sys.path.append(str(Path(__file__).parent / "vjp"))  # as its conftest.py does, but later
 
 PAGE = Path(__file__).parents[1] / "docs" / "accuracy" / "kinds.md"
 PLACES = ("cost law", "gradient law", "sharding law", "lowering", "trace")
@@ -40,7 +40,7 @@ Found = dict[tuple[str, str], dict[str, float]]  # (kind, place) -> seconds of t
 
 
 class KindsCovered:
-    """Notes kinds while tests run, and writes the page at the end."""
+    """Record kinds while tests run, and write the page at the end."""
 
     def __init__(self) -> None:
         self.now: set[tuple[str, str]] = set()
@@ -51,7 +51,7 @@ class KindsCovered:
         self.now.update((kind, place) for kind in kinds)
 
     def of_graph(self, place: str, call: Callable[..., Any], which: Callable[..., Any]) -> Callable[..., Any]:
-        """Note the kinds of a graph that a call is given or returns."""
+        """Record the kinds in a graph that a call receives or returns."""
 
         def noted(*args: Any, **options: Any) -> Any:
             made = call(*args, **options)
@@ -107,13 +107,13 @@ class KindsCovered:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take what a worker of pytest-xdist has noted."""
+        """Merge the records from a pytest-xdist worker."""
         for kind, place, tests in json.loads(node.workeroutput.get("kinds", "[]")):
             self.found[kind, place] |= tests
 
 
 def table(found: Found) -> str:
-    """A row for each op kind of the library."""
+    """Return one row per op kind in the library."""
     from costgraph.ops.registry import KINDS
 
     rows = [["op kind", *PLACES], ["---"] * (1 + len(PLACES))]
@@ -124,7 +124,7 @@ def table(found: Found) -> str:
 
 
 def cell(tests: dict[str, float]) -> str:
-    """The quickest test, and how many others there are."""
+    """Return the fastest test and the number of others."""
     if not tests:
         return ""
     name = min(tests, key=lambda t: (round(tests[t], 2), t)).removeprefix("tests/").replace("|", "/")

@@ -1,23 +1,23 @@
-"""Limits on what a call may take, in seconds of the processor: what else runs on the machine is no part of them."""
+"""CPU-time limits for calls, independent of other load on the machine."""
 
 import signal
 from contextlib import contextmanager
 
-#: Ten times and more what any tested call needs, so that only a hang or a power law reaches it.
+#: At least ten times the CPU time of any tested call, so that only a hang or superlinear growth reaches it.
 SECONDS = 20.0
-#: Seconds of the clock for each of the processor, after which a call that does not run at all is given up.
+#: Wall-clock seconds per CPU second, after which a blocked call is interrupted.
 CLOCK = 30
-#: Seconds of the clock for a process of its own, imports included; a limit against hangs alone.
+#: Wall-clock timeout in seconds for a subprocess, imports included; guards against hangs only.
 PROCESS = 600
 
 
 class TooSlowError(BaseException):
-    """No Exception, so that no handler on the way takes it for a refusal."""
+    """Not a subclass of `Exception`, so that no handler in between mistakes it for a refusal."""
 
 
 @contextmanager
 def limited(seconds=SECONDS):
-    """Stop what takes more of the processor, or what waits for ever; only in the main thread, where signals arrive."""
+    """Interrupt code that exceeds its CPU time or blocks; main thread only, as signals arrive there."""
 
     def stop(number, frame):
         kind = "of the processor" if number == signal.SIGPROF else f"times {CLOCK} of the clock"

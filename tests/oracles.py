@@ -1,4 +1,4 @@
-"""Counts made without the library: plain loops over index points, sets of live storages, torch's own decisions."""
+"""Counts made without the library: loops over index points, sets of live storages, and torch's own decisions."""
 
 from itertools import product
 
@@ -8,7 +8,7 @@ import costgraph as cg
 
 
 def index_points(pattern, sizes):
-    """FLOPs of a contraction by visiting every index point: 2 where an axis is summed, else 1."""
+    """Count the FLOPs of a contraction by visiting every index point: 2 if an axis is summed, else 1."""
     left, right = (part.replace("(", " ").replace(")", " ") for part in pattern.split("->"))
     axes = sorted(set(left.replace(",", " ").split()) - {"1"})
     each = 2 if set(axes) - set(right.split()) else 1
@@ -19,7 +19,7 @@ def index_points(pattern, sizes):
 
 
 def pairs(queries, keys, causal, window):
-    """Pairs (s, t) that an attention sees, queries and keys aligned at their last positions."""
+    """Return the pairs (s, t) that attention sees, with queries and keys aligned at their last positions."""
     seen = []
     for s in range(queries):
         at = s + keys - queries
@@ -33,13 +33,15 @@ def pairs(queries, keys, causal, window):
 
 
 def touched(size, out, window, stride, dilation, padding):
-    """Positions of an axis that a sliding window reads, those in the padding left out."""
+    """Return the axis positions that a sliding window reads, excluding padding."""
     at = {h * stride + r * dilation - padding for h in range(out) for r in range(window)}
     return len([i for i in at if 0 <= i < size])
 
 
 def peak(graph):
-    """Peak memory of a graph without bodies and with numeric sizes: replay its ops with a set of live storages."""
+    """Return the peak memory of a graph without bodies by replaying its ops with a set of live storages; sizes are
+    numbers.
+    """
     storages = {t.storage: t.storage for t in graph.tensors}
     last = {}
     for i, op in enumerate(graph.ops):
@@ -58,17 +60,17 @@ def peak(graph):
 
 
 def strides(tensor):
-    """Strides of a tensor with numeric sizes, as torch prints them."""
+    """Return the strides of a tensor with numeric sizes, as torch prints them."""
     return tuple(s.constant for s in tensor.strides)
 
 
 def like(g, t, name="x"):
-    """An input of a graph with the shape of a torch tensor."""
+    """Declare a graph input with the shape of a torch tensor."""
     return g.input(name, tuple(t.shape))
 
 
 def same_layout(mine, theirs, base):
-    """Whether torch decided the same: shape, strides where they matter, and view or copy."""
+    """Check that torch agrees on shape, strides where they matter, and view or copy."""
     assert tuple(mine.shape) == tuple(theirs.shape)
     for n, a, b in zip(theirs.shape, strides(mine), theirs.stride(), strict=True):
         assert n == 1 or a == b, (strides(mine), theirs.stride())
@@ -79,7 +81,7 @@ def same_layout(mine, theirs, base):
 
 
 def counted(run, *shapes, dtype=torch.float32):
-    """FLOPs that torch's counter sees in a function of tensors on the meta device."""
+    """Return the FLOPs that torch's counter reports for a function on meta tensors."""
     from torch.utils.flop_counter import FlopCounterMode
 
     tensors = [torch.empty(s, device="meta", dtype=dtype) for s in shapes]
@@ -89,7 +91,7 @@ def counted(run, *shapes, dtype=torch.float32):
 
 
 def graph_of(make, *shapes, dtype="fp32", output=True):
-    """A graph around one function of inputs, and what the function returned."""
+    """Return a graph around one function of inputs, and its result."""
     with cg.Graph("g", dtype=dtype) as g:
         made = make(*(g.input(f"x{i}", s) for i, s in enumerate(shapes)))
         if output:

@@ -1,4 +1,4 @@
-"""Graphs that many tests ask of: declared and derived once in a process, as nothing changes a finished graph."""
+"""Graphs shared by many tests, declared and derived once per process, as nothing modifies a finished graph."""
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Callable)
 
 
 def _once(function: F, most: int | None) -> F:
-    """Return a function that keeps its answers; of arguments without a hash, such as lists, it keeps none."""
+    """Return a function that caches its results, except for unhashable arguments such as lists."""
     kept = lru_cache(maxsize=most, typed=True)(function)
 
     @wraps(function)
@@ -26,11 +26,11 @@ def _once(function: F, most: int | None) -> F:
     return asked
 
 
-#: As `cg.models.load`, once for the same arguments.
+#: `cg.models.load`, cached by arguments.
 load = _once(cg.models.load, None)
 
-#: As `cg.training_step`, once for the same graph and arguments.
+#: `cg.training_step`, cached by graph and arguments.
 training_step = _once(cg.training_step, 128)
 
-#: As `cg.parallelize`, once for the same graph and arguments.
+#: `cg.parallelize`, cached by graph and arguments.
 parallelize = _once(cg.parallelize, 64)

@@ -16,14 +16,14 @@ def product(left, right, pattern, dtype="bf16"):
 # -- tensors, formats, movement ------------------------------------------------------------------------------------
 
 
-def test_two_small_tensors_take_8192_bytes():
+def test_tensor_bytes_follow_dtype_and_shape():
     with cg.Graph("g", dtype="fp32") as g:
         g.input("x", (32, 32)), g.input("y", (32, 32))
     assert cg.peak_memory(g) == 2 * 32 * 32 * 4 == 8192
 
 
 @each(("dtype", "mib"), [("fp32", 2304), ("bf16", 1152), ("fp16", 1152), ("fp8_e4m3", 576)])
-def test_the_feed_forward_matrix_of_gpt3_takes_whole_mebibytes(dtype, mib):
+def test_gpt3_feed_forward_weight_size_in_mebibytes(dtype, mib):
     with cg.Graph("g", dtype=dtype) as g:
         g.param("w", (12288, 49152))
     assert cg.param_bytes(g) == mib * MIB
@@ -33,18 +33,18 @@ def test_the_feed_forward_matrix_of_gpt3_takes_whole_mebibytes(dtype, mib):
 @each(
     ("dtype", "expected"),
     [
-        ("mxfp8", 8 * 64 * 4096 + 8 * 64 * 128),  # a scale of 8 bits for each of 4096/32 blocks of a row
+        ("mxfp8", 8 * 64 * 4096 + 8 * 64 * 128),  # one 8-bit scale per block: 4096/32 blocks in a row
         ("mxfp4", 4 * 64 * 4096 + 8 * 64 * 128),
-        ("nvfp4", 4 * 64 * 4096 + 8 * 64 * 256 + 32),  # for each of 4096/16, and one of 32 bits a tensor
+        ("nvfp4", 4 * 64 * 4096 + 8 * 64 * 256 + 32),  # an 8-bit scale per 4096/16 blocks, one of 32
     ],
 )
-def test_block_formats_take_their_scales(dtype, expected):
+def test_block_formats_include_scale_bytes(dtype, expected):
     with cg.Graph("g", dtype=dtype) as g:
         g.param("w", (64, 4096))
     assert 8 * cg.param_bytes(g) == expected
 
 
-def test_views_move_nothing_and_a_reshape_of_a_transposed_tensor_reads_and_writes():
+def test_views_move_nothing_and_transposed_reshape_copies():
     with cg.Graph("g") as g:
         x = g.input("x", (S, D))
         for y in (x[1:], x.T, cg.ops.reshape(x, (D, S)), cg.ops.expand(x, "s d -> b s d", b=B)):
@@ -54,7 +54,7 @@ def test_views_move_nothing_and_a_reshape_of_a_transposed_tensor_reads_and_write
     assert cg.bytes_moved(g) == 4 * S * D + 4 * S * D
 
 
-def test_host_to_device_moves_each_byte_once_over_the_link():
+def test_host_to_device_transfer_moves_each_byte_once():
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.ops.transfer(g.input("x", (B, S)), "pcie"))
     assert cg.costs(g).total().written == 2 * B * S
@@ -63,12 +63,12 @@ def test_host_to_device_moves_each_byte_once_over_the_link():
 # -- FLOPs -----------------------------------------------------------------------------------------------------------
 
 
-def test_matmul_is_a_multiply_and_an_add_for_each_i_j_k():
+def test_matmul_counts_two_flops_per_index_triple():
     assert cg.flops(product((B, D), (D, K), "b d, d k -> b k")) == 2 * B * D * K
 
 
 @each("function", ["add", "mul", "relu"])
-def test_elementwise_is_one_an_element(function):
+def test_elementwise_counts_one_flop_per_element(function):
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
         g.output(cg.relu(x) if function == "relu" else cg.ops.pointwise(function, x, x))
@@ -92,24 +92,24 @@ def transformer(kernel="flash"):
     return g
 
 
-def test_two_nd_falls_out_of_a_dense_transformer_with_its_remainder_beside_it():
+def test_dense_transformer_flops_are_2nd_plus_attention():
     g = transformer()
-    matrices = L * (4 * D * H * K + 3 * D * F) + D * V  # what each token is multiplied with
+    matrices = L * (4 * D * H * K + 3 * D * F) + D * V  # matmul weights that each token is multiplied by
     embeddings, scales = V * D, D * (2 * L + 1)
     assert (cg.param_count(g) - matrices - embeddings - scales).expand() == 0
     rest = cg.matmul_flops(g) - 2 * matrices * B * S
-    assert (rest - 4 * L * B * H * K * S * (S + 1) / 2).expand() == 0  # causal pairs, scores and values
+    assert (rest - 4 * L * B * H * K * S * (S + 1) / 2).expand() == 0  # causal pairs; scores and values
     full = cg.matmul_flops(g, "full") - 2 * matrices * B * S
-    assert (full - 4 * L * B * H * K * S**2).expand() == 0  # the whole square
+    assert (full - 4 * L * B * H * K * S**2).expand() == 0  # the full square
 
 
-def test_embedding_lookups_are_no_matmuls():
+def test_embedding_lookups_have_no_matmul_flops():
     assert not any(r.kind == "matmul" for r in cg.costs(transformer()).filter(op="embedding"))
 
 
 @each("s", [1, 2, 7, 16])
 @each("w", [1, 3, 7, 50])
-def test_causal_and_window_are_exact_counts(s, w):
+def test_causal_and_window_pair_counts_are_exact(s, w):
     for window, pairs in (
         (None, s * (s + 1) // 2),
         (W, min(s, w) * s - min(s, w) * (min(s, w) - 1) // 2),
@@ -122,18 +122,18 @@ def test_causal_and_window_are_exact_counts(s, w):
         assert cg.matmul_flops(g, "full", **bound) == 4 * 5 * 2 * 3 * s * s
 
 
-def test_convolution_is_two_for_each_output_point_window_position_and_channel():
+def test_convolution_flops_match_closed_form():
     with cg.Graph("g") as g:
         g.output(cg.conv(g.input("x", (B, D, S, S)), "b c h w -> b o h w", window=3, padding=1, o=F))
-    assert cg.matmul_flops(g) == 2 * (B * F * S * S) * 9 * D  # padded positions count, as torch counts them
+    assert cg.matmul_flops(g) == 2 * (B * F * S * S) * 9 * D  # padded positions count, as in torch
 
 
-def test_experts_cost_what_the_router_activates():
+def test_expert_flops_count_activated_experts_only():
     experts, chosen = cg.dims("E k")
     with cg.Graph("moe") as g:
         x = g.input("x", (B, S, D))
         cg.linear(x, "b s d -> b s e", e=experts, name="router")
-        # every token goes to k of the experts: E groups of B*S*k/E tokens
+        # each token goes to k experts: E groups of B*S*k/E tokens
         slots = cg.ops.reshape(cg.ops.expand(x, "b s d -> b s k d", k=chosen), (experts, B * S * chosen / experts, D))
         h = cg.einsum(slots, g.param("up", (experts, D, F)), "e t d, e d f -> e t f")
         g.output(cg.einsum(h, g.param("down", (experts, F, D)), "e t f, e f d -> e t d"))
@@ -146,36 +146,36 @@ def test_experts_cost_what_the_router_activates():
 # -- intensity -------------------------------------------------------------------------------------------------------
 
 
-def test_relu_in_bf16_has_an_intensity_of_a_quarter():
+def test_bf16_relu_intensity_is_one_quarter():
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.relu(g.input("x", (N,))))
-    assert cg.intensity(g) == 0.25  # one FLOP for two bytes read and two written
+    assert cg.intensity(g) == 0.25  # one FLOP; two bytes read and two written
 
 
-def test_a_dot_product_tends_to_a_half():
-    found = cg.intensity(product((N,), (N,), "n, n -> "))
-    assert simplify(found - 2 * N / (4 * N + 2)) == 0  # two vectors read, one number written
-    assert limit(found, N, oo) == Rational(1, 2)
+def test_dot_product_intensity_tends_to_one_half():
+    intensity = cg.intensity(product((N,), (N,), "n, n -> "))
+    assert simplify(intensity - 2 * N / (4 * N + 2)) == 0  # two vectors read, one scalar written
+    assert limit(intensity, N, oo) == Rational(1, 2)
 
 
-def test_a_matrix_times_a_vector_tends_to_one():
-    found = cg.intensity(product((N,), (N, N), "n, n m -> m"))
-    assert simplify(found - 2 * N**2 / (2 * N**2 + 4 * N)) == 0
-    assert limit(found, N, oo) == 1
+def test_matrix_vector_intensity_tends_to_one():
+    intensity = cg.intensity(product((N,), (N, N), "n, n m -> m"))
+    assert simplify(intensity - 2 * N**2 / (2 * N**2 + 4 * N)) == 0
+    assert limit(intensity, N, oo) == 1
 
 
-def test_a_square_matmul_has_a_third_of_its_size():
+def test_square_matmul_intensity_is_a_third_of_its_size():
     assert cg.intensity(product((N, N), (N, N), "i k, k j -> i j")) == N / 3  # 2 n**3 / (3 * 2 n**2)
-    # 989.5e12 / 3.35e12 is 295.4: compute-bound from 3 times that
+    # the ridge is 989.5e12 / 3.35e12 = 295.4: compute-bound from three times that size
     assert cg.intensity(product((N, N), (N, N), "i k, k j -> i j"), N=886) < 295.4 < 887 / 3
 
 
-def test_a_thin_matmul_tends_to_its_batch():
-    found = cg.intensity(product((B, D), (D, F), "b d, d f -> b f"))
-    assert limit(limit(found, D, oo), F, oo) == B
+def test_thin_matmul_intensity_tends_to_batch_size():
+    intensity = cg.intensity(product((B, D), (D, F), "b d, d f -> b f"))
+    assert limit(limit(intensity, D, oo), F, oo) == B
 
 
-def test_decoding_one_token_is_a_matrix_times_a_vector_for_each_sequence():
+def test_decode_is_one_matrix_vector_product_per_sequence():
     one = product((B, 1, D), (D, F), "b s d, d f -> b s f")
     many = product((B, S, D), (D, F), "b s d, d f -> b s f")
     sizes = {"B": 1, "D": 4096, "F": 11008}

@@ -1,4 +1,4 @@
-"""Loops in which tensors are one in some iterations: the same model with a Python loop reads what it reads."""
+"""Loops whose carries alias each other in some iterations read as much as the unrolled Python loop."""
 
 import sympy
 from each import each
@@ -12,8 +12,8 @@ B, D, L, N = cg.dims("B D L N")
 def rolled(body, start, count=L):
     with cg.Graph("rolled") as g:
         xs = [g.input(n, (D,)) for n in "xyz"]
-        made = cg.repeat(count, lambda *hs: body(hs, xs), tuple(xs[i] for i in start))
-        g.output(*made)
+        result = cg.repeat(count, lambda *hs: body(hs, xs), tuple(xs[i] for i in start))
+        g.output(*result)
     return g
 
 
@@ -27,7 +27,7 @@ def by_hand(body, start, count):
     return g
 
 
-# what one iteration does with its carries and the captured x, y, z; where the carries start
+# loop body over the carries and the captured x, y, z; initial values of the carries
 BODIES = {
     "starts from what it reads": (lambda h, x: (h[0] + x[0],), [0]),
     "starts from another": (lambda h, x: (h[0] + x[0],), [1]),
@@ -60,7 +60,7 @@ BODIES = {
 
 @each("name", BODIES)
 @each("count", (1, 2, 3, 4, 7))
-def test_a_loop_reads_what_it_reads_written_out(name, count):
+def test_loop_traffic_matches_unrolled_loop(name, count):
     body, start = BODIES[name]
     plain = by_hand(body, start, count)
     g = rolled(body, start)
@@ -77,31 +77,31 @@ def test_a_loop_reads_what_it_reads_written_out(name, count):
 @each(
     ("name", "expected"),
     [
-        # x + x reads D, h + x reads 2*D in the other iterations, each writes D; 4 bytes an element
+        # x + x reads D, h + x reads 2*D in the other iterations, each writes D; 4 bytes per element
         ("starts from what it reads", 4 * (2 * D + 3 * D * (L - 1))),
         ("starts from another", 4 * 3 * D * L),
-        # h0 * h1 of one tensor, and in the others of two; relu reads and writes
+        # h0 * h1 reads one tensor at first and two later; relu reads and writes
         ("two carries start from one", 4 * (2 * D + 3 * D * (L - 1) + 2 * D * L)),
-        # the third carry starts as x as well, but no op reads x beside the second: relu, and h1 * x
+        # the third carry starts as x as well, but no other op reads x at that point: relu, and h1 * x
         ("one result in two places", 4 * (3 * D + 2 * D * (L - 1) + 2 * D * L)),
         ("one result in two places, from one", 4 * (2 * D * L + 2 * D * L)),
-        # h0 + h1 is of one tensor at first alone
+        # h0 + h1 reads a single tensor in the first iteration only
         ("an older one", 4 * (2 * D + 3 * D * (L - 1) + 2 * D * L)),
-        # what comes into the two others has no reader beside it, and what turns does no work
+        # no other op reads the values that enter the other two carries, and the rotation itself is free
         ("older and older", 4 * (2 * D + 3 * D * (L - 1) + 2 * D * L)),
         ("turning beside it", 4 * (2 * D + 3 * D * (L - 1) + 2 * D * L)),
         ("shared, but never in one op", 4 * (3 * D + 2 * D + 2 * D) * L),
     ],
 )
-def test_a_formula_has_one_part_for_each_way_of_sharing(name, expected):
+def test_traffic_formula_has_one_term_per_aliasing_pattern(name, expected):
     assert sympy.expand(cg.bytes_moved(rolled(*BODIES[name])) - expected) == 0
 
 
-def test_what_comes_back_every_other_iteration_has_a_formula_of_halves():
+def test_alternating_aliases_have_formula_in_halves():
     formula = cg.bytes_moved(rolled(*BODIES["changing places"]), D=7)
-    found = [cg.evaluate(formula, L=n) for n in range(1, 7)]
-    assert found == [cg.bytes_moved(by_hand(*BODIES["changing places"], n), D=7) for n in range(1, 7)]
-    # what only starts differently is told without rounding, however long its carries take to come back
+    flops = [cg.evaluate(formula, L=n) for n in range(1, 7)]
+    assert flops == [cg.bytes_moved(by_hand(*BODIES["changing places"], n), D=7) for n in range(1, 7)]
+    # carries that differ in their initial values only need no rounding, however long their cycle
     for name in ("older and older", "turning without work", "shared at first, not read"):
         body, start = BODIES[name]
         assert cg.bytes_moved(rolled(body, start), D=7, L=12) == cg.bytes_moved(by_hand(body, start, 12), D=7)
@@ -131,8 +131,8 @@ def handing_on_a_part(loop, inner, w, x, y):
 @each("case", [multiplied, from_elsewhere, handing_on_a_part])
 @each("inner", [1, 2, 3])
 @each("count", [1, 2, 3, 4])
-def test_a_loop_in_a_loop_knows_what_the_outer_one_starts_from(case, count, inner):
-    found = []
+def test_nested_loop_traffic_matches_unrolled_loops(case, count, inner):
+    traffic = []
     for rolled_up in (True, False):
         with cg.Graph("g") as g:
             w, x, y = g.input("w", (13,)), g.input("x", (7,)), g.input("y", (7,))
@@ -143,13 +143,13 @@ def test_a_loop_in_a_loop_knows_what_the_outer_one_starts_from(case, count, inne
                 g.output(*h)
             else:
                 g.output(cg.repeat(L, body, x) if rolled_up else plain_loop(count, body, x))
-        found.append(cg.bytes_moved(g, **({"L": count, "N": inner} if rolled_up else {})))
-    assert found[0] == found[1]
+        traffic.append(cg.bytes_moved(g, **({"L": count, "N": inner} if rolled_up else {})))
+    assert traffic[0] == traffic[1]
 
 
 @each("begin", [0, 2, 3])
 @each("count", [1, 2, 3])
-def test_a_loop_that_starts_from_a_part_reads_it_once_where_it_is_captured(begin, count):
+def test_loop_traffic_with_captured_overlapping_slice(begin, count):
     with cg.Graph("g") as g:
         w = g.input("w", (13,))
         start, read = w[2:7], w[begin : begin + 5]
@@ -160,17 +160,17 @@ def test_a_loop_that_starts_from_a_part_reads_it_once_where_it_is_captured(begin
 
 
 @each("count", [1, 2, 3])
-def test_numbers_in_a_row_are_read_one_in_each_step(count):
+def test_each_scan_step_reads_one_row_element(count):
     with cg.Graph("g") as g:
         row, other, h = g.input("row", (L,)), g.input("other", (L,)), g.input("h", ())
         g.output(cg.scan(L, lambda h, ab: (cg.ops.pointwise("fma", h, *ab[:2]) * ab[2], ()), h, (row, row, other))[0])
-    # h, one number of the row; the result and one number of the other: each op writes one
+    # h and one element of the row; the result and one element of the other: each op writes one
     assert cg.bytes_moved(g, L=count) == 4 * count * (2 + 1 + 2 + 1)
 
 
 @each("first", ["same", "apart", "elsewhere"])
 @each("count", [1, 2, 3, 5])
-def test_parts_of_a_captured_tensor_are_told_apart_by_where_they_begin(first, count):
+def test_captured_slices_are_distinguished_by_offset(first, count):
     def body(h, w):
         begin = {"same": 2, "apart": 5, "elsewhere": 0}[first]
         part = w[2:7]
@@ -190,7 +190,7 @@ def test_parts_of_a_captured_tensor_are_told_apart_by_where_they_begin(first, co
 
 @each("pair", ["same", "shifted", "captured"])
 @each("count", [1, 2, 3, 5])
-def test_slices_of_one_tensor_in_step_are_one_and_shifted_ones_are_two(pair, count):
+def test_equal_scan_slices_alias_and_shifted_ones_do_not(pair, count):
     def pieces(rows, length):
         return {"same": (rows[:length], rows[:length]), "shifted": (rows[:length], rows[1:])}.get(
             pair, (rows[:length], rows[1:])
@@ -211,7 +211,7 @@ def test_slices_of_one_tensor_in_step_are_one_and_shifted_ones_are_two(pair, cou
         for i in range(count):
             h = step(h, (first[i], second[i]))
         plain.output(h)
-    if pair == "captured":  # row 0 in the first iteration alone is both: that slices meet a row is not looked at
+    if pair == "captured":  # row 0 aliases slice 0 at first: not analysed
         assert cg.bytes_moved(g, L=count) - cg.bytes_moved(plain) in (0, 4 * 7)
     else:
         assert cg.bytes_moved(g, L=count) == cg.bytes_moved(plain)
@@ -228,7 +228,7 @@ def of_rows(state, rows):
 
 @each("nested", [False, True])
 @each("count", [1, 2, 3, 7])
-def test_a_slice_that_is_handed_on_is_not_the_next_one(count, nested):
+def test_costs_with_carried_slices_match_unrolled_graph(count, nested):
     with cg.Graph("differences") as g:
         x = g.input("x", (N, L, B) if nested else (L, B))
         state = tuple(g.input(name, (B,)) for name in ("before", "earlier", "out"))

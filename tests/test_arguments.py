@@ -8,7 +8,7 @@ B, D = cg.dims("B D")
 
 
 def odd_values():
-    """Values that are no argument, or an odd one; in place of the text "own" stands a tensor of the graph."""
+    """Invalid or unusual argument values; the text "own" is replaced by a tensor from the graph."""
     foreign = cg.Graph("other").input("f", (2, 3))
     numbers = [3.5, -1, 0, 10**30, float("nan"), float("inf"), True, 1j, np.float64(2), np.int64(3), -5, 2]
     formulas = [sympy.Symbol("q"), sympy.oo, sympy.nan, sympy.I, sympy.Rational(1, 2), sympy.Float(2.5)]
@@ -26,7 +26,7 @@ TENSORS = {
 
 
 class Tensors(dict):
-    """Tensors of a graph, which are declared when they are asked for: a call needs one or two of them."""
+    """Tensors of a graph, declared on first access: a call needs one or two of them."""
 
     def __init__(self, g):
         self.g = g
@@ -70,7 +70,7 @@ def table(use):
     return ask
 
 
-# a(i, default): argument number i, which the test replaces
+# a(i, default): positional argument i, which the test replaces
 CALLS = {
     "dims": lambda g, e, a: cg.dims(a(0, "B")),
     "einsum": lambda g, e, a: cg.einsum(
@@ -217,15 +217,15 @@ CALLS |= {
 
 
 def arguments(call):
-    found = set()
+    names = set()
     g, e = setting()
     with g:
-        call(g, e, lambda i, default: found.add(i) or default)
-    return sorted(found)
+        call(g, e, lambda i, default: names.add(i) or default)
+    return sorted(names)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_odd_arguments_are_refused_or_give_an_answer_that_is_not_negative(name):
+def test_odd_arguments_raise_or_give_nonnegative_answers(name):
     call = CALLS[name]
     for number in arguments(call):
         for odd in odd_values():

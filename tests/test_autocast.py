@@ -1,4 +1,4 @@
-"""torch.autocast: formats and casts op by op against torch on a CPU, casts of weights, formats of loops."""
+"""torch.autocast: dtypes and casts per op against torch on a CPU, weight casts, dtypes of loop carries."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ B, D, L = cg.dims("B D L")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_each_op_has_the_format_that_torch_gives_it(family):
-    """In torch's order: op, format and elements, every cast among them; weights are cast once."""
+def test_op_dtypes_match_torch_autocast(family):
+    """Compare op, dtype and element count in torch's order, casts included; weights are cast once."""
     torch = pytest.importorskip("torch")
     theirs = {"gpt2": gpt2_rows, "llama": llama_rows}[family](torch)
     graph = {"gpt2": gpt2_graph, "llama": llama_graph}[family]("bf16")
@@ -37,8 +37,8 @@ def test_each_op_has_the_format_that_torch_gives_it(family):
     assert {fmt for _, fmt, _ in theirs} == {"fp32", "bf16"}
 
 
-#: What torch registers a kernel for where it casts for an op; words that are left out are no op of torch's, or run
-#: in torch as one of these, or are in its list of widest formats.
+#: Ops with a casting kernel registered in torch. The excluded names do not exist as torch ops, run as one of
+#: these in torch, or are on its promote-to-widest list.
 TORCH = {
     "matmul": "matmul", "addmm": "addmm", "conv": "conv2d", "attention": "scaled_dot_product_attention",
     "softmax": "softmax.int", "log_softmax": "log_softmax.int", "norm": "layer_norm", "nll": "nll_loss",
@@ -57,7 +57,7 @@ SAME_NAME = [
 
 
 @each("device", ["cuda", "cpu"])
-def test_the_lists_are_those_that_torch_registers(device):
+def test_autocast_op_lists_match_torch_registrations(device):
     torch = pytest.importorskip("torch")
     key = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}[device]
     registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
@@ -65,18 +65,18 @@ def test_the_lists_are_those_that_torch_registers(device):
     for name, theirs in (TORCH | {n: n for n in SAME_NAME}).items():
         assert name in WORDS
         assert (name in listed) == (f"aten::{theirs}" in registered), name
-    # on a GPU the loss is log_softmax and nll_loss, on a CPU an entry of its own
+    # on a GPU the loss runs log_softmax and nll_loss; a CPU has its own entry
     assert ("aten::cross_entropy_loss" in registered) == (device == "cpu")
     assert listed["cross_entropy"] == "fp32"
 
 
-def test_a_cpu_takes_a_softmax_and_an_exponential_in_the_format_that_comes_in():
-    """CUDA: softmax in fp32, behind a cast from bf16; from fp16 the kernel converts itself."""
+def test_cpu_softmax_and_exp_keep_input_dtype():
+    """CUDA runs softmax in fp32 after a cast from bf16; from fp16 the kernel converts itself."""
     g = gpt2_graph()
 
     def softmaxes(policy, device):
-        made = apply_precision(g, policy, autocast_device=device)
-        (op,) = [op for op in made.walk() if op.body is not None and word(op) == "softmax"]
+        mixed = apply_precision(g, policy, autocast_device=device)
+        (op,) = [op for op in mixed.walk() if op.body is not None and word(op) == "softmax"]
         return op.operands[0].dtype.name, op.results[0].dtype.name
 
     assert softmaxes("bf16-mixed", "cpu") == ("bf16", "bf16")
@@ -87,8 +87,8 @@ def test_a_cpu_takes_a_softmax_and_an_exponential_in_the_format_that_comes_in():
 # -- casts -------------------------------------------------------------------------------------------------------
 
 
-def test_weights_are_cast_once_an_iteration_and_shared_ones_once_in_all():
-    """w belongs to each iteration and is read twice in it, t to none and is read in the loop and behind it."""
+def test_weights_are_cast_per_iteration_and_shared_ones_once():
+    """Each iteration has its own w and reads it twice; t is shared and read in the loop and after it."""
     with cg.Graph("g") as g:
         t = g.param("t", (D, D))
 
@@ -98,19 +98,19 @@ def test_weights_are_cast_once_an_iteration_and_shared_ones_once_in_all():
 
         x = cg.repeat(L, layer, g.input("x", (B, D)), name="layers")
         g.output(x @ t)
-    made = apply_precision(g, "bf16-mixed")
-    casts = [(op.name, op.graph.name) for op in made.walk() if word(op) == "cast"]
-    # the body settles on bf16, so that x is cast in front of the loop
+    mixed = apply_precision(g, "bf16-mixed")
+    casts = [(op.name, op.graph.name) for op in mixed.walk() if word(op) == "cast"]
+    # the carry settles on bf16, so the cast of x precedes the loop
     assert casts == [("layers/cast", "g"), ("t.cast", "g"), ("layers/w.cast", "layers")]
-    (loop,) = [op for op in made.ops if op.body is not None]
+    (loop,) = [op for op in mixed.ops if op.body is not None]
     assert [t.name for t in loop.operands] == ["layers/cast", "t.cast"]
-    # read 4 and write 2 bytes an element: D*D for t, L*D*D for w, B*D for x; 3 products in each of L turns, and one
-    # more, each of which reads B*D and D*D and writes B*D in bf16
+    # read 4 and write 2 bytes per element: D*D for t, L*D*D for w, B*D for x; 3 products in each of L iterations and
+    # one more, each reading B*D and D*D and writing B*D in bf16
     expected = 6 * (D * D + L * D * D + B * D) + (3 * L + 1) * 2 * (2 * B * D + D * D)
-    assert cg.bytes_moved(made) == expected.expand()
+    assert cg.bytes_moved(mixed) == expected.expand()
 
 
-def test_nested_loops_capture_a_cast_through_all_of_them():
+def test_nested_loops_share_one_captured_cast():
     with cg.Graph("g") as g:
         t = g.param("t", (D, D))
 
@@ -118,14 +118,14 @@ def test_nested_loops_capture_a_cast_through_all_of_them():
             return cg.repeat(3, lambda y: y + y @ t, x, name="inner")
 
         g.output(cg.repeat(L, layers, g.input("x", (B, D)), name="outer"))
-    made = apply_precision(g, "bf16-mixed")
-    assert Counter(op.name for op in made.walk() if word(op) == "cast") == {"t.cast": 1, "outer/inner/cast": 1}
-    assert cg.matmul_flops(cg.unroll(made, L=2)) == cg.matmul_flops(g, L=2)
+    mixed = apply_precision(g, "bf16-mixed")
+    assert Counter(op.name for op in mixed.walk() if word(op) == "cast") == {"t.cast": 1, "outer/inner/cast": 1}
+    assert cg.matmul_flops(cg.unroll(mixed, L=2)) == cg.matmul_flops(g, L=2)
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "fp8"])
-def test_parameters_declared_at_the_top_for_all_iterations_are_cast_in_each(policy):
-    """Hoisted parameters have a storage for each iteration: nothing costs more or less."""
+def test_hoisted_parameters_are_cast_per_iteration(policy):
+    """Hoisted parameters are stored per iteration, so costs do not change."""
     g = gpt2_graph("bf16")
     hoisted, plain = apply_precision(hoist(g), policy), apply_precision(g, policy)
     assert cg.bytes_moved(hoisted) == cg.bytes_moved(plain)
@@ -133,56 +133,56 @@ def test_parameters_declared_at_the_top_for_all_iterations_are_cast_in_each(poli
     assert [op.name for op in hoisted.walk()] == [op.name for op in plain.walk()]
 
 
-def test_frozen_weights_are_cast_at_each_use_as_torch_caches_none():
+def test_frozen_weights_are_cast_at_each_use():
     with cg.Graph("g") as g:
         w = g.param("w", (D, D), grad=False)
         g.output(g.input("x", (B, D)) @ w @ w)
-    made = apply_precision(g, "bf16-mixed")
-    assert [word(op) for op in made.ops] == ["cast", "cast", "matmul", "cast", "matmul"]
+    mixed = apply_precision(g, "bf16-mixed")
+    assert [word(op) for op in mixed.ops] == ["cast", "cast", "matmul", "cast", "matmul"]
 
 
-def test_formats_of_parameters_and_activations_that_differ():
-    """Without autocast each parameter is cast once to the format of activations."""
-    made = apply_precision(gpt2_graph(), Policy("p", params="fp32", compute="bf16"))
-    assert cg.param_bytes(made) == 4 * cg.param_count(made)
-    casts = [op for op in made.walk() if word(op) == "cast" and not op.graph.fused]
+def test_each_param_is_cast_once_without_autocast():
+    """Without autocast, each parameter is cast once to the activation dtype."""
+    mixed = apply_precision(gpt2_graph(), Policy("p", params="fp32", compute="bf16"))
+    assert cg.param_bytes(mixed) == 4 * cg.param_count(mixed)
+    casts = [op for op in mixed.walk() if word(op) == "cast" and not op.graph.fused]
     each = [op.results[0].numel.expr * (L if op.graph.parent else 1) for op in casts]
-    assert sum(each).expand() == cg.param_count(made)
-    assert made.outputs[0].dtype.name == "bf16"
+    assert sum(each).expand() == cg.param_count(mixed)
+    assert mixed.outputs[0].dtype.name == "bf16"
 
 
-def test_sums_convert_as_they_read_on_a_gpu():
-    """Reads B*D in bf16 and writes one number in fp32: no cast is launched."""
+def test_gpu_sum_converts_without_a_cast():
+    """The kernel reads B*D in bf16 and writes one fp32 scalar: no cast is launched."""
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.reduce(g.input("x", (B, D)), "b d -> ", "sum"))
-    made = apply_precision(g, {"sum": "fp32"})
-    assert [op.kind.name for op in made.ops] == ["kernel"]
-    assert cg.bytes_moved(made) == 2 * B * D + 4
+    mixed = apply_precision(g, {"sum": "fp32"})
+    assert [op.kind.name for op in mixed.ops] == ["kernel"]
+    assert cg.bytes_moved(mixed) == 2 * B * D + 4
     on_cpu = apply_precision(g, {"sum": "fp32"}, autocast_device="cpu")
     assert cg.bytes_moved(on_cpu) == (2 + 4) * B * D + 4 * B * D + 4
-    assert cg.flops(made) == cg.flops(g) == B * D
+    assert cg.flops(mixed) == cg.flops(g) == B * D
 
 
-def test_concat_takes_the_wider_format():
+def test_concat_promotes_to_widest_dtype():
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
         g.output(cg.ops.concat([x, x @ g.param("w", (D, D))]))
-    made = apply_precision(g, "bf16-mixed")
-    assert made.outputs[0].dtype.name == "fp32"
-    (joined,) = [op for op in made.ops if op.body is not None]
+    mixed = apply_precision(g, "bf16-mixed")
+    assert mixed.outputs[0].dtype.name == "fp32"
+    (joined,) = [op for op in mixed.ops if op.body is not None]
     assert [t.dtype.name for t in joined.operands] == ["fp32", "bf16"]
     on_cpu = apply_precision(g, "bf16-mixed", autocast_device="cpu")
     assert [word(op) for op in on_cpu.ops] == ["cast", "cast", "matmul", "cast", "concat"]
 
 
-def test_kernels_of_ones_own_cast_inside_as_a_compiler_would():
+def test_custom_kernels_fuse_their_casts():
     with cg.Graph("g") as g:
         x = g.input("x", (B, D)) @ g.param("w", (D, D))
         with cg.kernel("gate"):
             y = pointwise_exp(x) + 1
         g.output(y)
-    made = apply_precision(g, "bf16-mixed")
-    (op,) = [op for op in made.ops if op.body is not None]
+    mixed = apply_precision(g, "bf16-mixed")
+    (op,) = [op for op in mixed.ops if op.body is not None]
     assert (op.operands[0].dtype.name, op.results[0].dtype.name) == ("bf16", "fp32")
     assert [word(o) for o in op.body.ops] == ["cast", "exp", "add"]
     named = apply_precision(g, {"gate": "fp16"})
@@ -193,21 +193,21 @@ def pointwise_exp(x):
     return cg.ops.pointwise("exp", x)
 
 
-def test_what_is_written_in_place_keeps_its_format():
+def test_in_place_target_keeps_its_dtype():
     with cg.Graph("g") as g:
         y = g.input("x", (B, D)) @ g.param("w", (D, D))
         y = cg.ops.pointwise("add", y, g.input("z", (B, D)), inplace=True)
         g.output(cg.ops.pointwise("exp", y, inplace=True))
-    made = apply_precision(g, "bf16-mixed")
-    assert made.outputs[0].dtype.name == "bf16"
-    assert made.outputs[0].storage is next(op for op in made.ops if word(op) == "matmul").results[0].storage
+    mixed = apply_precision(g, "bf16-mixed")
+    assert mixed.outputs[0].dtype.name == "bf16"
+    assert mixed.outputs[0].storage is next(op for op in mixed.ops if word(op) == "matmul").results[0].storage
 
 
 # -- loops -------------------------------------------------------------------------------------------------------
 
 
-def test_a_carry_has_the_format_that_the_body_settles_on():
-    """relu(x @ w) in bf16 makes bf16 of anything; x + (x @ w) keeps fp32."""
+def test_carry_takes_dtype_the_body_settles_on():
+    """relu(x @ w) returns bf16 for any input; x + (x @ w) keeps fp32."""
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
 
@@ -215,40 +215,40 @@ def test_a_carry_has_the_format_that_the_body_settles_on():
             return cg.relu(cg.linear(x, "b d -> b e", e=D))
 
         g.output(cg.repeat(L, layer, x, name="a"), cg.repeat(L, lambda x: x + layer(x), x, name="b"))
-    made = apply_precision(g, "bf16-mixed")
-    assert [t.dtype.name for t in made.outputs] == ["bf16", "fp32"]
-    assert cg.flops(made) == cg.flops(g)
+    mixed = apply_precision(g, "bf16-mixed")
+    assert [t.dtype.name for t in mixed.outputs] == ["bf16", "fp32"]
+    assert cg.flops(mixed) == cg.flops(g)
 
 
-def test_carries_that_change_places_meet_at_the_wider_format():
-    """(a, b) -> (b @ w, a): whichever is a product is bf16, the other is what it was."""
+def test_swapped_carries_promote_to_wider_dtype():
+    """(a, b) -> (b @ w, a): the product is bf16, the other carry keeps its dtype."""
     with cg.Graph("g") as g:
         w = g.param("w", (D, D))
         x, y = g.input("x", (B, D)), g.input("y", (B, D))
         a, b = cg.repeat(L, lambda a, b: (b @ w, a), (x, y), name="layers")
         g.output(a, b)
-    made = apply_precision(g, "bf16-mixed")
-    (loop,) = [op for op in made.ops if op.body is not None]
+    mixed = apply_precision(g, "bf16-mixed")
+    (loop,) = [op for op in mixed.ops if op.body is not None]
     assert [t.dtype.name for t in loop.results] == ["bf16", "bf16"]
     assert [f.dtype.name for f in loop.body.formals[:2]] == [t.dtype.name for t in loop.body.outputs]
 
 
-def test_carries_that_only_change_places_are_held_at_the_wider_format():
-    """x is fp32 and y a product in bf16: after each turn they are the other way round."""
+def test_purely_swapped_carries_use_wider_dtype():
+    """x is fp32 and y a bf16 product: each iteration swaps them."""
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
         y = x @ g.param("w", (D, D))
         a, b = cg.repeat(L, lambda a, b: (cg.relu(b), cg.relu(a)), (x, y), name="layers")
         g.output(a, b)
-    made = apply_precision(g, "bf16-mixed")
-    assert [t.dtype.name for t in made.outputs] == ["fp32", "fp32"]
-    (loop,) = [op for op in made.ops if op.body is not None]
-    assert [op.name for op in made.ops if word(op) == "cast"] == ["cast", "w.cast", "layers/cast"]
+    mixed = apply_precision(g, "bf16-mixed")
+    assert [t.dtype.name for t in mixed.outputs] == ["fp32", "fp32"]
+    (loop,) = [op for op in mixed.ops if op.body is not None]
+    assert [op.name for op in mixed.ops if word(op) == "cast"] == ["cast", "w.cast", "layers/cast"]
     assert not [op for op in loop.body.ops if word(op) == "cast"]
 
 
-def test_a_body_that_never_settles_casts_at_its_end():
-    """bf16 makes fp16, fp16 and fp32 make bf16: fp32 holds both and is what every iteration is given."""
+def test_body_without_stable_dtype_casts_at_its_end():
+    """bf16 becomes fp16, fp16 and fp32 become bf16: every iteration gets fp32, which holds both."""
     after = {"fp64": "fp64", "bf16": "fp16", "fp16": "bf16", "fp32": "bf16"}
 
     @dataclass(frozen=True, kw_only=True)
@@ -261,14 +261,14 @@ def test_a_body_that_never_settles_casts_at_its_end():
 
     with cg.Graph("g", dtype="fp64") as g:
         g.output(cg.repeat(L, lambda x: apply(Flip(), [x], "flip")[0], g.input("x", (B, D)), name="layers"))
-    made = apply_precision(g, Policy("p", compute="bf16"))
-    (cast, loop) = made.ops
+    mixed = apply_precision(g, Policy("p", compute="bf16"))
+    (cast, loop) = mixed.ops
     assert (word(cast), cast.results[0].dtype.name) == ("cast", "fp32")
     assert [word(op) for op in loop.body.ops] == ["flip", "cast"]
-    assert made.outputs[0].dtype.name == "fp32"
+    assert mixed.outputs[0].dtype.name == "fp32"
 
 
-def test_scans_read_and_write_slices_in_their_formats():
+def test_scan_slices_keep_their_dtypes():
     T = cg.dims("T")
     with cg.Graph("g") as g:
         w = g.param("w", (D, D))
@@ -279,6 +279,6 @@ def test_scans_read_and_write_slices_in_their_formats():
 
         state, ys = cg.scan(T, step, g.input("s", (B, D)), g.input("x", (T, B, D)))
         g.output(state, ys)
-    made = apply_precision(g, "bf16-mixed")
-    assert [t.dtype.name for t in made.outputs] == ["fp32", "bf16"]
-    assert cg.flops(cg.unroll(made, T=3)) == cg.flops(g, T=3)
+    mixed = apply_precision(g, "bf16-mixed")
+    assert [t.dtype.name for t in mixed.outputs] == ["fp32", "bf16"]
+    assert cg.flops(cg.unroll(mixed, T=3)) == cg.flops(g, T=3)

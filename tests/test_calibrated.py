@@ -1,4 +1,4 @@
-"""Calibrated times: what ops ask of a device, times by hand, what no time may be below, and files of models."""
+"""Calibrated times: per-op features, times derived by hand, the lower bound, and model files."""
 
 import json
 from math import exp, prod
@@ -20,7 +20,7 @@ from costgraph.analysis.calibrated import (
 )
 from costgraph.analysis.work import ask
 
-#: A model without terms: a launch, and all peaks attained.
+#: A model with no fitted terms: launch latency plus time at peak rates.
 PLAIN = {
     "schema": "costgraph/calibration/1", "records": "none.json", "versions": {}, "date": "2026-01-01", "compute": {},
     "memory": {}, "launch": {}, "vector": 0, "special": 0, "typical": dict.fromkeys(DEVICE, 10.0), "devices": {},
@@ -50,32 +50,32 @@ def seconds(model, graph, device="h100-sxm", **sizes):
     return model.seconds(loads_of(asked), asked.rates)
 
 
-# -- what ops ask --------------------------------------------------------------------------------------------------
+# -- features of ops -----------------------------------------------------------------------------------------------
 
 
-def test_a_convolution_and_its_gradients_are_one_product_of_matrices():
-    # B images of C by H by W, O filters of 3 by 5 without padding: H - 2 by W - 4 places each
+def test_convolution_and_its_gradients_are_single_matmuls():
+    # B images, C by H by W; O filters, 3 by 5, without padding: H - 2 by W - 4 positions each
     B, C, H, W, O = 2, 7, 13, 17, 11
     with cg.Graph("conv", dtype="fp16") as g:
         x = g.param("x", (B, C, H, W))
         g.output(cg.reduce(cg.conv(x, "b c h w -> b o h w", window=(3, 5), o=O), "b o h w -> ", "sum"))
     step = cg.backward(g)
-    found = {load.product.windows: load.product for load in loads(step) if load.product is not None}
+    matmuls = {load.product.windows: load.product for load in loads(step) if load.product is not None}
     points = B * (H - 2) * (W - 4) * O * C * 3 * 5
-    assert set(found) == {"summed", "kept", "spread"}
-    # the product of a matrix of places by window with one of window by filters
-    assert (found["summed"].m, found["summed"].n, found["summed"].k) == (B * (H - 2) * (W - 4), O, C * 3 * 5)
-    # of window by places with places by filters, in either order
-    assert sorted((found["kept"].m, found["kept"].n)) == sorted((C * 3 * 5, O))
-    assert found["kept"].k == B * (H - 2) * (W - 4)
-    # a place of the input for each row
-    assert sorted((found["spread"].m, found["spread"].n)) == sorted((B * H * W, C))
-    for p in found.values():
+    assert set(matmuls) == {"summed", "kept", "spread"}
+    # im2col: a positions-by-window matrix times a window-by-filters matrix
+    assert (matmuls["summed"].m, matmuls["summed"].n, matmuls["summed"].k) == (B * (H - 2) * (W - 4), O, C * 3 * 5)
+    # weight gradient: window by positions times positions by filters, in either order
+    assert sorted((matmuls["kept"].m, matmuls["kept"].n)) == sorted((C * 3 * 5, O))
+    assert matmuls["kept"].k == B * (H - 2) * (W - 4)
+    # input gradient: one row per input position
+    assert sorted((matmuls["spread"].m, matmuls["spread"].n)) == sorted((B * H * W, C))
+    for p in matmuls.values():
         assert p.flops == 2 * points
         assert 2 * prod((p.batch, p.m, p.n, p.k)) == pytest.approx(p.flops)
 
 
-def test_roles_are_of_what_ops_do():
+def test_load_roles_follow_op_kinds():
     D = 64
     with cg.Graph("roles", dtype="bf16") as g:
         x = cg.embedding(g.input("ids", (2, 31), dtype="int64"), g.param("table", (101, D)))
@@ -90,24 +90,24 @@ def test_roles_are_of_what_ops_do():
 # -- times ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_terms_a_product_takes_a_launch_and_its_time_at_the_peaks(tmp_path):
+def test_matmul_without_terms_takes_launch_plus_peak_time(tmp_path):
     M, N, K = 4093, 2039, 1021
     compute = 2 * M * N * K / 989.4e12
     memory = 2 * (M * K + K * N + M * N) / 3.35e12
-    # both overlap, all but a little: the cube root of the sum of cubes
+    # compute and memory overlap almost fully: the cube root of the sum of cubes
     wanted = LAUNCH + (compute**3 + memory**3) ** (1 / 3)
     assert seconds(plain(tmp_path), product_of(M, N, K)) == pytest.approx(wanted, rel=1e-9)
 
 
-def test_a_term_is_a_factor_and_a_device_has_its_own(tmp_path):
+def test_terms_multiply_time_and_devices_add_their_own(tmp_path):
     graph, at_peak = product_of(8191, 8191, 8191), 2 * 8191**3 / 989.4e12
-    # two thirds of the peak for all, and of that on this device nine tenths
+    # two thirds of the peak on all devices, times nine tenths on this one
     model = plain(tmp_path, compute={"matrix unit": 0.4}, devices={"h100-sxm": {"matrix unit": 0.1}})
     assert seconds(model, graph) == pytest.approx(at_peak * exp(0.5), rel=0.01)
     assert seconds(model, graph, "h200-sxm") == pytest.approx(at_peak * exp(0.4), rel=0.01)
 
 
-def test_what_is_like_a_place_takes_what_was_seen_there(tmp_path):
+def test_ops_near_a_measured_point_take_its_correction(tmp_path):
     near, far = product_of(8191, 8191, 8191), product_of(127, 131, 8191)
     plain_model = plain(tmp_path)
     asked = ask(near, "h100-sxm", None, {}, "test")
@@ -120,7 +120,7 @@ def test_what_is_like_a_place_takes_what_was_seen_there(tmp_path):
     assert seconds(seen, far) == pytest.approx(seconds(plain_model, far), rel=0.01)
 
 
-def test_the_bound_stays_a_bound(monkeypatch, tmp_path):
+def test_calibrated_time_is_clamped_to_lower_bound(monkeypatch, tmp_path):
     graph = product_of(4093, 4099, 4111)
     fast = plain(tmp_path, compute={"matrix unit": -3.0}, memory={"all": -3.0})
     monkeypatch.setattr("costgraph.analysis.step_time.shipped", lambda: fast)
@@ -128,11 +128,11 @@ def test_the_bound_stays_a_bound(monkeypatch, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::costgraph.StandInWarning")
-def test_every_device_has_a_time_no_less_than_the_bound():
+def test_calibrated_time_exceeds_lower_bound_on_every_device():
     graph = product_of(521, 1031, 509, "bf16")
     for device in cg.list_hardware():
-        lower, found = (cg.seconds(graph, device, which) for which in ("lower", "calibrated"))
-        assert 0 < lower <= found < 1e-3
+        lower, calibrated = (cg.seconds(graph, device, which) for which in ("lower", "calibrated"))
+        assert 0 < lower <= calibrated < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -142,22 +142,22 @@ def test_every_device_has_a_time_no_less_than_the_bound():
         ("mamba-130m", {"S": 128}), ("gru-ptb-small", {"S": 16}),
     ],
 )  # fmt: skip
-def test_models_have_times(name, sizes):
+def test_calibrated_time_of_models_is_above_lower_bound(name, sizes):
     graph, sizes = load(name), {"B": 2, **sizes}
-    lower, found = (cg.seconds(graph, "b200", which, **sizes) for which in ("lower", "calibrated"))
-    assert lower < found < 100 * lower + 0.1
+    lower, calibrated = (cg.seconds(graph, "b200", which, **sizes) for which in ("lower", "calibrated"))
+    assert lower < calibrated < 100 * lower + 0.1
 
 
-def test_nothing_to_do_takes_no_time():
+def test_empty_graph_takes_no_time():
     with cg.Graph("nothing") as g:
         g.output(g.input("x", (3, 5)))
     assert cg.seconds(g, "h100-sxm", "calibrated") == 0
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------------
 
 
-def test_open_sizes_and_unknown_hardware_are_refused():
+def test_open_sizes_and_unknown_hardware_raise():
     graph, device = product_of(*cg.dims("M N K")), cg.load_hardware("h100-sxm")
     text = "seconds, calibrated, of graph 'product': expected numbers, still unbound: K, N"
     with pytest.raises(cg.BindingError, match=text):
@@ -182,12 +182,12 @@ def test_open_sizes_and_unknown_hardware_are_refused():
         ({"colour": 1}, "key 'colour' is unknown"),
     ],
 )
-def test_files_that_are_no_model_are_refused(tmp_path, changed, text):
+def test_invalid_model_files_raise(tmp_path, changed, text):
     with pytest.raises(cg.FormatError, match=text):
         plain(tmp_path, **changed)
 
 
-def test_files_that_cannot_be_read_are_refused(tmp_path):
+def test_unreadable_model_files_raise(tmp_path):
     path = tmp_path / "model.json"
     with pytest.raises(cg.FormatError, match=r"model\.json: .*, expected a model that costgraph calibrate --records"):
         load_calibration(path)
@@ -196,29 +196,29 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
         load_calibration(path)
 
 
-# -- what is shipped -----------------------------------------------------------------------------------------------
+# -- shipped model -------------------------------------------------------------------------------------------------
 
 
-def test_the_shipped_model_says_how_good_it_is():
+def test_shipped_model_reports_validation_accuracy():
     model = shipped()
     assert isinstance(model, Calibration)
     assert model.records == "gpus.json, b200.json"
     assert SHIPPED.stat().st_size < 200_000
     assert model.figures.rows > 2000
-    assert model.figures.folds >= 0.75  # of measurements within 25 %, a tenth left out
-    assert model.figures.devices >= 0.55  # a device left out
+    assert model.figures.folds >= 0.75  # share of measurements within 25 %, cross-validated on tenths
+    assert model.figures.devices >= 0.55  # leaving one device out
 
 
-def test_facts_that_a_specification_lacks_are_left_out():
-    # 400 W for 312 TFLOP/s, 108 cores, 2039 GB/s, 40 MiB of L2, 19.5 TFLOP/s of vectors
+def test_missing_device_facts_are_omitted():
+    # 400 W for 312 TFLOP/s, 108 cores, 2039 GB/s, 40 MiB L2, 19.5 TFLOP/s vector rate
     facts = {name: exp(value) for name, value in facts_of(cg.load_hardware("a100-80-sxm")).items()}
     wanted = (312e12 / 2.039e12, 108, 2.039e12 / 108, 40 * 2**20, 312e12 / 400, 312 / 19.5, 2.039e12)
     assert facts == pytest.approx(dict(zip(DEVICE, wanted, strict=True)))
-    # two large cores are none that a tile is given to
+    # the two large cores are not units that tiles are distributed over
     assert set(facts_of(cg.load_hardware("tpu-v4"))) == {"intensity", "bandwidth"}
 
 
-def test_the_page_has_the_figures_that_are_shipped():
+def test_calibration_page_matches_shipped_figures():
     page = Path(__file__).parents[1] / "docs" / "accuracy" / "calibration.md"
     if not page.exists():
         pytest.skip("the package is tested without its pages")

@@ -1,4 +1,4 @@
-"""What a word on the command line stands for: weights beside a config.json, GGUF files, and models of the Hub."""
+"""Model arguments on the command line: weights with a config.json, GGUF files, and Hugging Face Hub models."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def counted(capsys, *words):
     return int(capsys.readouterr().out)
 
 
-def refused(capsys, *words):
+def error_line(capsys, *words):
     assert cli.main(["report", *words]) == 2
     done = capsys.readouterr()
     assert (done.out, done.err.count("\n")) == ("", 1)
@@ -37,18 +37,20 @@ def expected():
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "m.GGUF"])
-def test_weights_stand_for_the_config_beside_them(capsys, tmp_path, expected, name):
+def test_weights_path_loads_config_beside_it(capsys, tmp_path, expected, name):
     path = tmp_path / name
     path.write_bytes(b"never read")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert counted(capsys, str(path)) == expected
     (tmp_path / "config.json").unlink()
-    said = refused(capsys, str(path))
-    alone = "begins with b'neve', expected a GGUF file" if name == "m.GGUF" else "expected a config.json beside them"
+    said = error_line(capsys, str(path))
+    alone = (
+        "begins with b'neve', expected a GGUF file" if name == "m.GGUF" else "expected a config.json in the same folder"
+    )
     assert alone in said
 
 
-def test_every_command_that_takes_a_model_takes_weights(capsys, tmp_path):
+def test_every_model_command_accepts_weights(capsys, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -63,19 +65,19 @@ def test_every_command_that_takes_a_model_takes_weights(capsys, tmp_path):
         assert capsys.readouterr().err == ""
 
 
-# -- the Hub -------------------------------------------------------------------------------------------------------
+# -- Hugging Face Hub ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def asked(tmp_path):
-    """Ask with a cache as the client of the Hub keeps it, and no network."""
+    """Query with a cache laid out like the Hub client's, without network."""
     pytest.importorskip("huggingface_hub")
     folder = tmp_path / "hub" / f"models--{ID.replace('/', '--')}"
-    kept = folder / "snapshots" / ("0" * 40)
-    kept.mkdir(parents=True)
+    snapshot = folder / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("0" * 40)
-    (kept / "config.json").write_text(json.dumps(CONFIG))
+    (snapshot / "config.json").write_text(json.dumps(CONFIG))
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE_"))}
     env |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(cg.__file__).parent.parent)}
 
@@ -87,30 +89,32 @@ def asked(tmp_path):
     return ask
 
 
-def test_a_model_of_the_hub_is_read_from_its_cache(asked, expected):
+def test_hub_model_is_read_from_cache(asked, expected):
     assert asked(ID) == (0, f"{expected}\n", "")
 
 
-def test_a_model_that_is_neither_kept_nor_reached_is_refused(asked):
+def test_uncached_unreachable_hub_model_raises(asked):
     code, out, said = asked("owner/other")
     assert (code, out, said.count("\n")) == (2, "", 1)
-    assert said.startswith("costgraph: 'owner/other': no such path, and no config.json of it from the Hub: ")
+    assert said.startswith("costgraph: 'owner/other': no such path, and its config.json cannot be read from the Hub: ")
     assert said.endswith("expected one in the cache or on the network\n")
 
 
-def test_a_network_that_is_not_there_is_asked_once(asked):
-    """A name that no resolver knows (RFC 2606): one line, where a download tells of five tries in half a minute."""
+def test_missing_network_is_tried_once(asked):
+    """An unresolvable host (RFC 2606) gives one line; a download would retry five times over half a minute."""
     code, out, said = asked("owner/other", HF_HUB_OFFLINE="0", HF_ENDPOINT="https://hub.invalid")
     assert (code, out, said.count("\n")) == (2, "", 1)
-    assert said.startswith("costgraph: 'owner/other': no such path, and no config.json of it from the Hub: Connect")
+    assert said.startswith(
+        "costgraph: 'owner/other': no such path, and its config.json cannot be read from the Hub: Connect"
+    )
 
 
-def test_without_the_client_the_error_says_what_to_install(capsys, monkeypatch):
+def test_missing_hub_client_error_names_package(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert "pip install huggingface_hub" in refused(capsys, ID)
+    assert "pip install huggingface_hub" in error_line(capsys, ID)
 
 
-def test_a_path_is_no_model_of_the_hub(capsys, tmp_path, monkeypatch, expected):
+def test_local_path_is_not_looked_up_on_the_hub(capsys, tmp_path, monkeypatch, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "some-model").mkdir(parents=True)
     (tmp_path / "owner" / "some-model" / "config.json").write_text(json.dumps(CONFIG))

@@ -1,4 +1,4 @@
-"""What the command line puts out, whatever names files carry, wherever it goes and whenever it is interrupted."""
+"""Command line output for hostile names, closed or full outputs, and interruptions."""
 
 import io
 import json
@@ -23,14 +23,14 @@ from costgraph.cli.registry import COMMANDS
 
 B, D = cg.dims("B D")
 COMMAND = [sys.executable, "-m", "costgraph"]
-#: Styles that the library sets itself where a terminal reads.
+#: Styles that the library itself emits on a terminal.
 STYLE = re.compile(r"\x1b\[[\d;]*m")
-#: Escape sequences, a bell, bidirectional overrides, ends of lines, half a pair, and what rich takes for markup.
+#: Escape sequences, a bell, bidirectional overrides, line ends, a lone surrogate, and rich markup.
 HOSTILE = "\x1b[31m\x1b]0;title\x07\u202e\x9b1m\x7f\u2028\ud800[bold][/nope]\\[red]{}\r\x08"
 PRINTABLE = "[/nope][red]\\[b]{}"
 
 
-def good(capsys, *words):
+def run_ok(capsys, *words):
     assert cli.main(list(words)) == 0
     done = capsys.readouterr()
     assert done.err == ""
@@ -47,12 +47,12 @@ CONFIG = {
 }  # fmt: skip
 
 
-# -- names from outside --------------------------------------------------------------------------------------------
+# -- untrusted names -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """A graph and a device all of whose names are hostile, as far as a name may be that."""
+    """A graph and a device in which every name is hostile, as far as the format allows."""
     monkeypatch.chdir(tmp_path)
     with cg.Graph("g", dtype="bf16") as g:
         with cg.scope("here"):
@@ -67,7 +67,7 @@ def files(tmp_path, monkeypatch):
     device = Path(cg.__file__).parent.parent / "hardware_specs" / "h100-sxm.toml"
     if not device.is_file():
         device = Path(cg.__file__).parent / "hardware_specs" / "h100-sxm.toml"
-    escaped = json.dumps(HOSTILE.replace("\ud800", ""))  # TOML has no half of a pair
+    escaped = json.dumps(HOSTILE.replace("\ud800", ""))  # TOML has no lone surrogates
     lines = []
     for line in device.read_text().split("\n"):
         line = re.sub(r'^(name|vendor) = ".*"$', rf"\1 = {'@'}", line)
@@ -95,21 +95,21 @@ DATA = [
 
 @pytest.mark.parametrize("words", ASKED.values(), ids=ASKED)
 @pytest.mark.parametrize("color", [False, True], ids=["pipe", "terminal"])
-def test_no_output_has_control_characters_of_others(capsys, monkeypatch, files, words, color):
+def test_output_escapes_foreign_control_characters(capsys, monkeypatch, files, words, color):
     monkeypatch.delenv("NO_COLOR", raising=False)
     if color:
         monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    out = good(capsys, *words)
+    out = run_ok(capsys, *words)
     assert color == bool(STYLE.search(out)) or words[0] in ("formula", "crossover", "decode")
     assert "\x1b[31m" not in out
     assert not controls(STYLE.sub("", out) if color else out)
     if words[0] not in ("formula", "crossover"):
-        assert "[/nope]" in "".join(out.split())  # no markup either
+        assert "[/nope]" in "".join(out.split())  # markup is escaped too
 
 
 @pytest.mark.parametrize("words", DATA, ids=" ".join)
-def test_data_on_the_output_has_none_either(capsys, files, words):
-    out = good(capsys, *words)
+def test_machine_readable_output_escapes_control_characters(capsys, files, words):
+    out = run_ok(capsys, *words)
     assert not controls(out)
     if "--json" in words:
         assert json.loads(out)["graph"].startswith(HOSTILE)
@@ -118,15 +118,15 @@ def test_data_on_the_output_has_none_either(capsys, files, words):
 @pytest.mark.parametrize("words", [[HOSTILE], ["report", HOSTILE], ["report", "g.json", HOSTILE + "=1"],
                                    ["report", "g.json", "--hardware", HOSTILE], ["report", "g.json", "--sort", HOSTILE],
                                    ["report", "g.json", "--json", HOSTILE + "/x"]])  # fmt: skip
-def test_no_refusal_has_any(capsys, files, words):
+def test_error_messages_escape_control_characters(capsys, files, words):
     assert cli.main(words) == 2
     done = capsys.readouterr()
     assert (done.out, controls(done.err), done.err.count("\n")) == ("", [], 1)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_is_plain_text_whose_examples_are_lines_of_their_own(capsys, command):
-    out = good(capsys, command, "--help")
+def test_help_is_plain_text_with_examples_on_own_lines(capsys, command):
+    out = run_ok(capsys, command, "--help")
     assert not controls(out)
     assert "\\b" not in out
     shown = re.search(r"^  Examples:\n((?:    .*\n)+)", out, re.MULTILINE)
@@ -134,18 +134,18 @@ def test_help_is_plain_text_whose_examples_are_lines_of_their_own(capsys, comman
     assert all(len(line) <= 82 for line in out.split("\n"))
 
 
-def test_the_list_of_models_declares_none(capsys, monkeypatch):
+def test_listing_models_builds_no_graph(capsys, monkeypatch):
     declared = []
     enter = cg.Graph.__enter__
     monkeypatch.setattr(cg.Graph, "__enter__", lambda self: declared.append(self.name) or enter(self))
-    assert "8,030,261,248" in good(capsys, "models")
+    assert "8,030,261,248" in run_ok(capsys, "models")
     assert declared == []
 
 
-# -- what a model is -----------------------------------------------------------------------------------------------
+# -- model arguments -----------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_what_its_content_says(capsys, tmp_path, monkeypatch):
+def test_file_type_follows_content(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     for place in ("config.json", "folder/config.json", "model.cfg", "gpt2"):
@@ -154,10 +154,10 @@ def test_a_file_is_what_its_content_says(capsys, tmp_path, monkeypatch):
     cg.save(cg.models.from_config(CONFIG), "saved.json")
     cg.save(cg.models.from_config(CONFIG), "saved")
     for place in ("config.json", "folder", "folder/config.json", "model.cfg", "saved.json", "saved"):
-        found = json.loads(good(capsys, "report", place, "--json", "-"))
-        assert found["figures"]["params"]["value"] == expected
-    # a preset is one, whatever lies about
-    assert good(capsys, "formula", "gpt2", "params", "--preset") == "124439808\n"
+        report = json.loads(run_ok(capsys, "report", place, "--json", "-"))
+        assert report["figures"]["params"]["value"] == expected
+    # a preset name wins over files in the directory
+    assert run_ok(capsys, "formula", "gpt2", "params", "--preset") == "124439808\n"
     for words in (
         "train folder B=1 S=8",
         "plan config.json --hardware h100-sxm B=1 S=8",
@@ -166,20 +166,20 @@ def test_a_file_is_what_its_content_says(capsys, tmp_path, monkeypatch):
         "crossover config.json B --hardware h100-sxm S=8",
         "report config.json --dtype fp32 --attention eager --dropout 0.1",
     ):
-        good(capsys, *words.split())
+        run_ok(capsys, *words.split())
 
 
 @pytest.mark.parametrize(
     ("content", "words", "text"),
     [
-        (CONFIG, ["--composed"], "--composed: 'f.json' is a config.json, expected a preset for that"),
-        ({"nodes": []}, ["--dtype", "fp32"], "--dtype: 'f.json' is a saved graph, expected a preset for that"),
+        (CONFIG, ["--eager-ops"], "--eager-ops: 'f.json' is a config.json, expected a preset for this option"),
+        ({"nodes": []}, ["--dtype", "fp32"], "--dtype: 'f.json' is a saved graph, expected a preset for this option"),
         ({**CONFIG, "hidden_size": "x"}, [], "f.json: hidden_size is 'x', expected a whole number"),
         ({"nodes": []}, [], "f.json: "),
         ([1], [], "f.json: "),
     ],
 )
-def test_a_file_that_is_neither_or_takes_no_option(capsys, tmp_path, monkeypatch, content, words, text):
+def test_unknown_files_and_inapplicable_options_raise(capsys, tmp_path, monkeypatch, content, words, text):
     monkeypatch.chdir(tmp_path)
     Path("f.json").write_text(json.dumps(content))
     assert cli.main(["report", "f.json", *words]) == 2
@@ -187,16 +187,16 @@ def test_a_file_that_is_neither_or_takes_no_option(capsys, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("part", in_part(["0", "40", "nan", "-0.1", "1.01", "inf"], 0))
-def test_a_utilization_that_is_no_part(capsys, part):
+def test_utilization_outside_zero_to_one_raises(capsys, part):
     assert cli.main(["plan", "gpt2", "--hardware", "h100-sxm", "--mfu", part, "B=1", "S=8"]) == 2
     assert re.search(r"preflight: mfu: \S+, expected a number above 0 and up to 1", capsys.readouterr().err)
 
 
-# -- where the output goes -----------------------------------------------------------------------------------------
+# -- output destinations -------------------------------------------------------------------------------------------
 
 pipes = pytest.mark.skipif(os.name == "nt", reason="outputs break in another way there")
-CLOSED = "costgraph: the standard output: Bad file descriptor, expected a place to write to\n"
-FULL = "costgraph: the standard output: No space left on device, expected a place to write to\n"
+CLOSED = "costgraph: the standard output: Bad file descriptor, expected a writable destination\n"
+FULL = "costgraph: the standard output: No space left on device, expected a writable destination\n"
 
 
 @pipes
@@ -213,7 +213,7 @@ FULL = "costgraph: the standard output: No space left on device, expected a plac
         pytest.param("models", "| true", 141, "", marks=pytest.mark.long),
     ],
 )
-def test_an_output_that_takes_nothing(words, to, status, said):
+def test_closed_or_full_outputs_set_exit_status(words, to, status, said):
     if "/dev/full" in to and not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
     done = subprocess.run(
@@ -223,7 +223,7 @@ def test_an_output_that_takes_nothing(words, to, status, said):
     assert (done.returncode, done.stdout, done.stderr) == (status, "", said)
 
 
-#: Sends the signal of Ctrl-C at the n-th event that Python tells auditors of, from the first import of the package on.
+#: Send SIGINT at the n-th audit event after the first import of the package.
 SITE = """
 import os, signal, sys
 seen = None
@@ -248,13 +248,13 @@ def interrupted(tmp_path, number, *words, run=COMMAND):
 
 @pipes
 @pytest.mark.parametrize("number", [1, 200, 2000, 1000][: examples(3)])
-def test_an_interruption_at_any_time_is_silent(tmp_path, number):
+def test_interruption_at_any_time_is_silent(tmp_path, number):
     done = interrupted(tmp_path, number, "report", "mlp", "B=1")
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 @pipes
-def test_the_script_is_interrupted_as_the_module_is(tmp_path):
+def test_script_and_module_handle_interruption_alike(tmp_path):
     script = tmp_path / "costgraph"
     script.write_text("import sys\nfrom costgraph.cli import main\nsys.exit(main())\n")
     done = interrupted(tmp_path, 100, "report", "mlp", "B=1", run=[sys.executable, str(script)])
@@ -262,7 +262,7 @@ def test_the_script_is_interrupted_as_the_module_is(tmp_path):
 
 
 @pipes
-def test_another_program_keeps_its_own_answer(tmp_path):
+def test_importing_the_package_keeps_the_sigint_handler(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import signal\nimport costgraph\nprint(signal.getsignal(2) is signal.default_int_handler)\n")
     env = {**os.environ, "PYTHONPATH": str(Path(cg.__file__).parent.parent)}
@@ -273,14 +273,14 @@ def test_another_program_keeps_its_own_answer(tmp_path):
 
 
 class Terminal(io.StringIO):
-    """A standard error that somebody looks at."""
+    """A standard error stream that claims to be a terminal."""
 
     def isatty(self):
         return True
 
 
 @pytest.mark.parametrize("words", ["formula mlp params", "explore mlp --out p.html", "report x"])
-def test_a_terminal_says_how_long_work_takes_until_something_else_is_said(words, monkeypatch, tmp_path):
+def test_terminal_shows_elapsed_time_until_output(words, monkeypatch, tmp_path):
     words = words.split()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("costgraph.notation.progress._AFTER", 0.0)
@@ -290,11 +290,11 @@ def test_a_terminal_says_how_long_work_takes_until_something_else_is_said(words,
     said = terminal.getvalue()
     first, *_ = said.split("\r")[1:]
     assert re.fullmatch(rf"{words[0]}: \d+ s", first)
-    # the line is empty again before the words of the command, or of a bar with its parts
+    # the status line is cleared before the command's output or a progress bar
     wiped = said.index("\r" + " " * len(first) + "\r")
     assert f"{words[0]}: 0 s" not in said[wiped:]
     assert words[0] != "explore" or "stage" in said[wiped:]
 
 
-def test_nobody_is_told_where_nobody_looks(capsys):
-    assert good(capsys, "formula", "mlp", "params")
+def test_no_progress_without_a_terminal(capsys):
+    assert run_ok(capsys, "formula", "mlp", "params")

@@ -1,4 +1,4 @@
-"""Reports of one rank: what it sends, on the command line and as files."""
+"""Per-rank reports: communication on the command line and in files."""
 
 import json
 import math
@@ -22,7 +22,7 @@ SPLIT = {"dp": 4, "tp": 2, "zero": 3}
 
 @cache
 def model():
-    """A language model of two products a layer: steps of it are derived in no time."""
+    """A language model with two products per layer: its steps are fast to derive."""
     B, S, D, F, V, L = cg.dims("B S D F V L")
     with cg.Graph("lm", dtype="bf16") as g:
 
@@ -54,7 +54,7 @@ def rank(**more):
     return parallelize(training_step(model()), **SPLIT, **more)
 
 
-def test_a_degree_makes_it_the_report_of_one_rank(capsys):
+def test_parallel_degree_selects_per_rank_report(capsys):
     code, out, err = run(
         capsys, *WORDS, "--dp", "4", "--tp", "2", "--zero", "3", "--hardware", "h100-sxm", "--json", "-"
     )
@@ -64,12 +64,12 @@ def test_a_degree_makes_it_the_report_of_one_rank(capsys):
     assert data["roofline"]["estimate"]["value"] == cg.seconds(rank(), "h100-sxm", **SIZES)
     assert sum(row["ring_bytes"]["value"] for row in data["sent"]) == sent.total()
     for row in data["sent"]:
-        own = sent.filter(axis=row["axis"], collective=row["collective"], link=row["link"])
-        assert row["times"]["value"] == sum(m.times for m in own)
-        assert row["time"]["value"] == pytest.approx(sum(m.seconds for m in own))
+        rows = sent.filter(axis=row["axis"], collective=row["collective"], link=row["link"])
+        assert row["times"]["value"] == sum(m.times for m in rows)
+        assert row["time"]["value"] == pytest.approx(sum(m.seconds for m in rows))
 
 
-def test_a_degree_may_stay_open(capsys):
+def test_parallel_degree_can_stay_symbolic(capsys):
     code, out, err = run(capsys, *WORDS, "--dp", "n", "--zero", "2")
     assert (code, err) == (0, "")
     step = training_step(model())
@@ -82,10 +82,10 @@ def test_a_degree_may_stay_open(capsys):
 PIPELINE = ["--pp", "2", "--micro-batches", "4", "--hardware", "h100-sxm"]
 
 
-def test_stages_make_it_the_report_of_one_of_them(capsys):
+def test_pipeline_degree_selects_per_stage_report(capsys):
     step = training_step(model(), accumulate=4)
-    cut = cg.parallelize(step, pp=2, micro_batches=4, schedule="interleaved", virtual=2)
-    words = [*WORDS, *PIPELINE, "--schedule", "interleaved", "--virtual", "2"]
+    cut = cg.parallelize(step, pp=2, micro_batches=4, schedule="interleaved", virtual_stages=2)
+    words = [*WORDS, *PIPELINE, "--schedule", "interleaved", "--virtual-stages", "2"]
     for name, stage in zip(("first", "last"), cut.stages, strict=True):
         code, out, err = run(capsys, *words, "--stage", name, "--json", "-")
         assert (code, err) == (0, "")
@@ -95,20 +95,20 @@ def test_stages_make_it_the_report_of_one_of_them(capsys):
     words = [word for word in WORDS if word != "L=4"]
     code, out, err = run(capsys, *words, *PIPELINE[:4], "--layers", "1,3", "--json", "-")
     uneven = cg.parallelize(step, pp=2, micro_batches=4, layers=(1, 3))
-    own = {name: n for name, n in SIZES.items() if name != "L"}
-    assert json.loads(out)["peak_memory"]["value"] == cg.peak_memory(uneven.stages[0], **own)
+    stage_sizes = {name: n for name, n in SIZES.items() if name != "L"}
+    assert json.loads(out)["peak_memory"]["value"] == cg.peak_memory(uneven.stages[0], **stage_sizes)
 
 
-def test_what_collectives_do_beside_the_rest(capsys):
+def test_overlap_option_reduces_estimated_time(capsys):
     words = [*WORDS, "--dp", "4", "--zero", "3", "--hardware", "h100-sxm", "--checkpoint", "every-block"]
     waited, beside = (json.loads(run(capsys, *words, "--overlap", how, "--json", "-")[1]) for how in ("none", "ideal"))
     assert waited["roofline"]["estimate"]["value"] > beside["roofline"]["estimate"]["value"]
     assert waited["scopes"] == beside["scopes"]
     assert sum(part["share"] for part in beside["scopes"]) == pytest.approx(1)
-    assert "if collectives waited" in run(capsys, *words, "--overlap", "ideal")[1]
+    assert "without overlap of collectives" in run(capsys, *words, "--overlap", "ideal")[1]
 
 
-def test_what_lies_on_the_host_is_not_in_the_peak(capsys):
+def test_host_memory_is_excluded_from_peak(capsys):
     words = ["--dp", "4", "--tp", "2", "--zero", "3", "--offload", "optimizer,activations"]
     code, out, err = run(capsys, *WORDS, *words, "--json", "-")
     assert (code, err) == (0, "")
@@ -116,35 +116,38 @@ def test_what_lies_on_the_host_is_not_in_the_peak(capsys):
     assert json.loads(out)["peak_memory"]["value"] == cg.peak_memory(away, **SIZES) < cg.peak_memory(rank(), **SIZES)
 
 
-def test_files_and_text_say_what_is_sent():
-    found = cg.report(rank(), "h100-sxm", **SIZES)
-    (gathered,) = (s for s in found.sent if (s.axis, s.collective, s.link) == ("dp", "all_gather", "interconnect"))
-    lines = to_csv(found).splitlines()
+def test_files_and_text_list_communication():
+    report = cg.report(rank(), "h100-sxm", **SIZES)
+    (gathered,) = (s for s in report.sent if (s.axis, s.collective, s.link) == ("dp", "all_gather", "interconnect"))
+    lines = to_csv(report).splitlines()
     assert f"sent,dp all_gather,ring-bytes,{gathered.ring_bytes},B," in lines
-    assert any(row["axis"] == "dp" for row in json.loads(to_json(found))["sent"])
-    assert "sent by a rank" in str(found)
+    assert any(row["axis"] == "dp" for row in json.loads(to_json(report))["sent"])
+    assert "sent by a rank" in str(report)
     assert cg.report(load("mlp"), B=3).sent == ()
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--tp", "0"], "--tp: got '0', expected a positive whole number"),
+        (["--tp", "0"], "--tp: got '0', expected a positive integer"),
         (["--dp", "1.5x"], "--dp: got '1.5x', expected a size such as 8192, 8Ki, 1.5M or 70B"),
         (["--cp", "2", "--context", "round"], "--context 'round': expected gather or all_to_all or ring"),
         (["--dp", "2", "--buckets", "many"], "--buckets 'many': expected none or copy or view"),
         (["--tp", "2", "--network", "moon", "--hardware", "h100-sxm"], "network 'moon' is unknown"),
         (["--tp", "2", "--overlap", "all", "--hardware", "h100-sxm"], "overlap 'all', expected one of none, ideal"),
-        (["--offload", "disk"], "offload: 'disk', expected of optimizer, parameters, activations"),
-        (["--tp", "7"], "expected a positive whole number"),
+        (["--offload", "disk"], "offload: 'disk', expected one of optimizer, parameters, activations"),
+        (["--tp", "7"], "expected a positive integer"),
         (["--pp", "2", "--stage", "third"], "--stage 'third': expected one of first, last"),
         (["--pp", "2", "--schedule", "zbw"], "schedule 'zbw', expected one of gpipe, 1f1b"),
         (["--pp", "2", "--layers", "1,x"], "--layers: got 'x', expected a size"),
-        (["--pp", "2", "--layers", "1,2,1"], "layers of 3 stages, expected as many as pp, which is 2"),
-        (["--pp", "2", "--accumulate", "2", "--micro-batches", "4"], "--micro-batches '4': expected '2', as"),
+        (["--pp", "2", "--layers", "1,2,1"], "layers lists 3 stages, expected pp=2"),
+        (
+            ["--pp", "2", "--accumulate", "2", "--micro-batches", "4"],
+            "--micro-batches '4': expected '2', the value of --accumulate",
+        ),
     ],
 )
-def test_what_is_refused(capsys, words, text):
+def test_invalid_rank_options_raise(capsys, words, text):
     code, out, err = run(capsys, *WORDS, *words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert text in err
@@ -165,7 +168,7 @@ def said(capsys, *words):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_steps_of_generation_on_several_devices_are_those_of_python(capsys, mesh):
+def test_parallel_generation_matches_python_api(capsys, mesh):
     rank = cg.parallelize(cg.decode(load("llama-3-8b")), **mesh)
     expected = cg.plan.throughput(rank, "h100-sxm", "B", [3, 9], network="dgx-superpod", S=77, **OWN)
     options = [word for axis, n in mesh.items() for word in (f"--{axis.replace('_', '-')}", str(n))]
@@ -178,10 +181,10 @@ def test_steps_of_generation_on_several_devices_are_those_of_python(capsys, mesh
     assert {row["devices"] for row in data["rows"]} == {many}
     assert cli.main([*words, "--values", "3,9"]) == 0
     out = capsys.readouterr().out
-    assert f"of each of {many} devices\n\n{expected}\n" in out
+    assert f"per device, on {many} devices\n\n{expected}\n" in out
 
 
-def test_steps_of_experts_and_in_other_formats_are_those_of_python(capsys):
+def test_expert_and_quantized_steps_match_python_api(capsys):
     step = cg.quantize(cg.decode(load("mixtral-8x7b")), cache="fp8_e4m3")
     rank = cg.parallelize(step, ep=4, tp=2)
     expected = cg.plan.throughput(rank, "h200-sxm", "B", [8], S=101, L=3)
@@ -191,7 +194,7 @@ def test_steps_of_experts_and_in_other_formats_are_those_of_python(capsys):
 
 
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2, "dp": 2}], ids=str)
-def test_the_time_of_an_answer_is_that_of_python(capsys, tmp_path, mesh):
+def test_generation_time_matches_python_api(capsys, tmp_path, mesh):
     model = load("llama-3-8b")
     passes = cg.prefill(model, logits="last"), cg.decode(model)
     first, step = (cg.parallelize(g, **mesh) if mesh else g for g in passes)
@@ -214,12 +217,15 @@ def test_the_time_of_an_answer_is_that_of_python(capsys, tmp_path, mesh):
     ("words", "text"),
     [
         ("decode llama-3-8b --hardware h100-sxm --tp x S=7", "--tp: got 'x', expected a size"),
-        ("decode llama-3-8b --hardware h100-sxm --micro-batches 2 S=7", "micro_batches is 2 of one stage, expected 1"),
+        (
+            "decode llama-3-8b --hardware h100-sxm --micro-batches 2 S=7",
+            "micro_batches is 2 with one pipeline stage, expected 1",
+        ),
         ("decode llama-3-8b --hardware h100-sxm --ep 2 S=7", "ep splits no parameter of graph 'llama-3-8b.decode'"),
         ("latency llama-3-8b --hardware h100-sxm --prompt 0 --steps 3 B=1", "--prompt: got '0', expected"),
-        ("latency llama-3-8b --hardware h100-sxm --prompt 7 --steps 3 B=1 Q=2", "Q is no dimension of either graph"),
+        ("latency llama-3-8b --hardware h100-sxm --prompt 7 --steps 3 B=1 Q=2", "Q is not a dimension of either graph"),
     ],
 )
-def test_what_is_refused_of_inference(capsys, words, text):
+def test_invalid_inference_options_raise(capsys, words, text):
     assert cli.main(words.split()) == 2
     assert text in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The commands on training: what they print, and one line for a mistake."""
+"""Training commands: printed output and one-line errors."""
 
 import csv
 import io
@@ -18,32 +18,32 @@ from costgraph.cli.training_commands import OPTIMIZERS, read_checkpoint
 
 
 def run(capsys, *words):
-    """Exit code, standard output, standard error."""
+    """Return exit code, standard output, standard error."""
     code = cli.main(list(words))
     done = capsys.readouterr()
     return code, done.out, done.err
 
 
-def good(capsys, *words):
+def run_ok(capsys, *words):
     code, out, err = run(capsys, *words)
     assert (code, err) == (0, "")
     return out
 
 
-def of_mlp(capsys, *words):
-    return json.loads(good(capsys, "train", "mlp", "B=2", "--json", "-", *words))
+def mlp_report(capsys, *words):
+    return json.loads(run_ok(capsys, "train", "mlp", "B=2", "--json", "-", *words))
 
 
-def test_times_take_levels_of_memory_into_account(capsys):
+def test_times_account_for_memory_hierarchy(capsys):
     words = ("--hardware", "a100-80-sxm", "--hierarchical")
-    found = of_mlp(capsys, *words)["roofline"]
+    roofline = mlp_report(capsys, *words)["roofline"]
     step = training_step(load("mlp"))
-    asked = cg.roofline(step, "a100-80-sxm", hierarchical=True, B=2)
-    assert found["estimate"]["value"] == asked.estimate
-    assert [level["level"] for level in found["levels"]] == ["memory", "l2"]
-    assert [op["caches"]["l2"]["value"] for op in found["ops"]] == [row.caches_s["l2"] for row in asked.rows]
-    assert of_mlp(capsys, *words[:2])["roofline"]["levels"] == []
-    out = good(capsys, "report", "mlp", "B=2", "--hardware", "gb300", "--hierarchical")
+    expected = cg.roofline(step, "a100-80-sxm", hierarchical=True, B=2)
+    assert roofline["estimate"]["value"] == expected.estimate
+    assert [level["level"] for level in roofline["levels"]] == ["memory", "l2"]
+    assert [op["caches"]["l2"]["value"] for op in roofline["ops"]] == [row.caches_s["l2"] for row in expected.rows]
+    assert mlp_report(capsys, *words[:2])["roofline"]["levels"] == []
+    out = run_ok(capsys, "report", "mlp", "B=2", "--hardware", "gb300", "--hierarchical")
     assert "note                     gb300 has no bandwidth of a cache" in out
     code, _, err = run(capsys, "report", "mlp", "B=2", "hierarchical=2")
     assert (code, "hierarchical" in err) == (2, True)
@@ -52,12 +52,12 @@ def test_times_take_levels_of_memory_into_account(capsys):
 # -- train -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_of_llama_with_all_options(capsys):
+def test_llama_training_step_with_all_options(capsys):
     words = (
         "train llama-3-8b --hardware h100-sxm --optimizer adamw --implementation foreach --precision bf16-mixed "
         "--checkpoint every-block --accumulate 4 --clip 1.0 B=1 S=4096"
     )
-    out = good(capsys, *words.split())
+    out = run_ok(capsys, *words.split())
     step = cg.training_step(
         load("llama-3-8b"), None, cg.AdamW(), "bf16-mixed", cg.every_block(), 4, clip=1.0
     )  # fmt: skip
@@ -72,34 +72,34 @@ def test_a_step_of_llama_with_all_options(capsys):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_has_a_name(capsys, name):
+def test_every_optimizer_is_selectable_by_name(capsys, name):
     expected = cg.training_step(load("mlp"), optimizer=OPTIMIZERS[name]())
-    assert of_mlp(capsys, "--optimizer", name)["peak_memory"]["value"] == cg.peak_memory(expected, B=2)
+    assert mlp_report(capsys, "--optimizer", name)["peak_memory"]["value"] == cg.peak_memory(expected, B=2)
 
 
-def test_options_change_the_step(capsys, tmp_path):
+def test_training_options_change_the_step(capsys, tmp_path):
     cg.save(model(), tmp_path / "lm.json")
     sizes = {"D": 24, "F": 44, "L": 4, "V": 52, "B": 4, "S": 7}
     words = ["train", str(tmp_path / "lm.json"), *(f"{name}={n}" for name, n in sizes.items()), "--json", "-"]
 
-    def asked(*options):
-        return json.loads(good(capsys, *words, *options))
+    def step_report(*options):
+        return json.loads(run_ok(capsys, *words, *options))
 
     def expected(**options):
         return cg.peak_memory(training_step(model(), **options), **sizes)
 
     fused, mlp = cg.AdamW(implementation="fused"), cg.selective("mlp")
-    assert asked()["peak_memory"]["value"] == expected()
-    found = asked("--implementation", "fused", "--precision", "fp32")
-    assert found["peak_memory"]["value"] == expected(optimizer=fused, precision="fp32")
-    assert asked("--checkpoint", "selective:mlp")["peak_memory"]["value"] == expected(checkpoint=mlp)
-    found = asked("--clip", "1.0", "--checkpoint", "every:2", "--accumulate", "3")
+    assert step_report()["peak_memory"]["value"] == expected()
+    report = step_report("--implementation", "fused", "--precision", "fp32")
+    assert report["peak_memory"]["value"] == expected(optimizer=fused, precision="fp32")
+    assert step_report("--checkpoint", "selective:mlp")["peak_memory"]["value"] == expected(checkpoint=mlp)
+    report = step_report("--clip", "1.0", "--checkpoint", "every:2", "--accumulate", "3")
     step = training_step(model(), clip=1.0, checkpoint=cg.every(2), accumulate=3)
-    assert found["figures"]["flops"]["value"] == cg.flops(step, **sizes)
-    assert found["peak_memory"]["value"] == cg.peak_memory(step, **sizes)
+    assert report["figures"]["flops"]["value"] == cg.flops(step, **sizes)
+    assert report["peak_memory"]["value"] == cg.peak_memory(step, **sizes)
 
 
-def test_checkpoints_as_they_are_written():
+def test_checkpoint_policies_parse_from_text():
     assert read_checkpoint("none") is None
     assert read_checkpoint("every-block") == cg.every_block()
     assert read_checkpoint("from-start") == cg.from_start()
@@ -109,21 +109,21 @@ def test_checkpoints_as_they_are_written():
 
 
 def test_open_sizes_and_outputs(capsys, tmp_path):
-    out = good(capsys, "train", "gpt2", "B=2")
+    out = run_ok(capsys, "train", "gpt2", "B=2")
     assert "unbound  S" in out
-    rows = list(csv.DictReader(io.StringIO(good(capsys, "train", "mlp", "B=2", "--csv", "-"))))
+    rows = list(csv.DictReader(io.StringIO(run_ok(capsys, "train", "mlp", "B=2", "--csv", "-"))))
     value = next(r["value"] for r in rows if r["quantity"] == "model-flops")
     assert int(value) == cg.model_flops(training_step(load("mlp")), B=2)
-    good(capsys, "train", "mlp", "B=2", "--json", str(tmp_path / "r.json"))
-    assert json.loads((tmp_path / "r.json").read_text()) == of_mlp(capsys)
-    assert "peak memory [B]" in good(capsys, "train", "mlp", "B=2", "--formulas")
+    run_ok(capsys, "train", "mlp", "B=2", "--json", str(tmp_path / "r.json"))
+    assert json.loads((tmp_path / "r.json").read_text()) == mlp_report(capsys)
+    assert "peak memory [B]" in run_ok(capsys, "train", "mlp", "B=2", "--formulas")
 
 
-def test_pictures(capsys, tmp_path):
+def test_train_writes_plots(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     roof, memory = tmp_path / "roof.png", tmp_path / "memory.png"
     words = ["--hardware", "h100-sxm", "--plot", str(roof), "--memory-plot", str(memory)]
-    good(capsys, "train", "mlp", "B=2", *words)
+    run_ok(capsys, "train", "mlp", "B=2", *words)
     assert roof.stat().st_size > 10_000
     assert memory.stat().st_size > 10_000
 
@@ -139,8 +139,8 @@ def planned():
     return cg.plan.preflight(step, "h100-sxm", devices=1024, tokens=15 * 10**12, mfu=0.5, B=1, S=8192)
 
 
-def test_the_plan_of_a_run(capsys):
-    out = good(capsys, *PLAN, "S=8192")
+def test_plan_of_a_training_run(capsys):
+    out = run_ok(capsys, *PLAN, "S=8192")
     days = planned()["training time"].figure
     assert out.startswith("llama-3-8b on 1,024 x NVIDIA H100 SXM5 80GB\n")
     assert f" training time           {days:.2f} days" in out
@@ -149,31 +149,31 @@ def test_the_plan_of_a_run(capsys):
     assert max(map(len, out.split("\n"))) <= 80
 
 
-def test_a_plan_with_open_sizes(capsys):
-    out = good(capsys, *PLAN)
+def test_plan_with_open_sizes(capsys):
+    out = run_ok(capsys, *PLAN)
     assert "training time                needs S" in out
     assert "activation memory [B]\n" in out
-    assert out.endswith("whether all is well depends on open sizes\n")
+    assert out.endswith("the verdict depends on unbound sizes\n")
     assert max(map(len, out.split("\n"))) <= 80
 
 
-def test_a_plan_that_fails(capsys):
-    out = good(capsys, *PLAN, "S=8192", "--days", "7")
+def test_infeasible_plan_reports_failed_check(capsys):
+    out = run_ok(capsys, *PLAN, "S=8192", "--days", "7")
     assert "at most 7 days" in out
     assert out.endswith("a check FAILS\n")
 
 
-def test_plans_as_files(capsys, tmp_path):
-    data = json.loads(good(capsys, *PLAN, "S=8192", "--json", "-"))
-    found = planned()
+def test_plans_are_written_to_files(capsys, tmp_path):
+    data = json.loads(run_ok(capsys, *PLAN, "S=8192", "--json", "-"))
+    plan = planned()
     assert (data["schema"], data["ok"], data["devices"]) == ("costgraph/plan/1", True, 1024)
-    assert [c["figure"] for c in data["checks"]] == [row.figure for row in found.rows]
-    assert [c["verdict"] for c in data["checks"]] == [row.verdict for row in found.rows]
-    out = good(capsys, *PLAN, "S=8192", "--csv", "-", "--json", str(tmp_path / "plan.json"))
+    assert [c["figure"] for c in data["checks"]] == [row.figure for row in plan.rows]
+    assert [c["verdict"] for c in data["checks"]] == [row.verdict for row in plan.rows]
+    out = run_ok(capsys, *PLAN, "S=8192", "--csv", "-", "--json", str(tmp_path / "plan.json"))
     rows = list(csv.DictReader(io.StringIO(out)))
-    assert [r["check"] for r in rows] == [row.name.strip() for row in found.rows]
-    assert [float(r["figure"]) for r in rows] == [float(row.figure) for row in found.rows]
-    open_ = json.loads(good(capsys, *PLAN, "--json", "-"))
+    assert [r["check"] for r in rows] == [row.name.strip() for row in plan.rows]
+    assert [float(r["figure"]) for r in rows] == [float(row.figure) for row in plan.rows]
+    open_ = json.loads(run_ok(capsys, *PLAN, "--json", "-"))
     assert open_["ok"] is None
     assert "S" in next(c["figure"] for c in open_["checks"] if c["check"] == "training time")
     assert json.loads((tmp_path / "plan.json").read_text()) == data
@@ -196,14 +196,14 @@ def test_plans_as_files(capsys, tmp_path):
         ),
         (["train", "gpt2", "--checkpoint", "every:x"], "--checkpoint every: got 'x', expected a size"),
         (["train", "gpt2", "--checkpoint", "every:5"], "L=12: count of 'layers' has size L/5 = 12/5, expected"),
-        (["train", "gpt2", "--checkpoint", "selective:atention"], "--checkpoint selective: no op is in 'atention'"),
+        (["train", "gpt2", "--checkpoint", "selective:atention"], "--checkpoint: no op is in 'atention'"),
         (["train", "gpt2", "--checkpoint", "selective:"], "selective: '', expected identifiers"),
-        (["train", "gpt2", "--accumulate", "0"], "--accumulate: got '0', expected a positive whole number"),
-        (["train", "gpt2", "--accumulate", "1.5"], "--accumulate: got '1.5', expected a positive whole number"),
+        (["train", "gpt2", "--accumulate", "0"], "--accumulate: got '0', expected a positive integer"),
+        (["train", "gpt2", "--accumulate", "1.5"], "--accumulate: got '1.5', expected a positive integer"),
         (["train", "gpt2", "--clip", "-1"], "expected"),
         (["train", "gpt2", "--clip", "one"], "'--clip'"),
-        (["train", "gpt2", "B=0"], "B: got '0', expected a positive whole number"),
-        (["train", "gpt2", "Q=1"], "'Q' is no dimension"),
+        (["train", "gpt2", "B=0"], "B: got '0', expected a positive integer"),
+        (["train", "gpt2", "Q=1"], "'Q' is not a dimension"),
         (["train", "gpt2", "--json", "-", "--csv", "-"], "--json - and --csv -"),
         (["train", "gpt2", "--memory-plot", "r.gif"], "'r.gif', expected a file ending in .png, .svg, .pdf"),
         (["train", "gpt2", "--hardware", "h1"], "hardware 'h1' is unknown"),
@@ -217,10 +217,10 @@ def test_plans_as_files(capsys, tmp_path):
             "most_days: -1.0",
         ),
         (["plan", "gpt2", "--hardware", "v100-sxm2-16gb"], "no matmul rate peak.bf16 for bf16"),
-        (["plan", "gpt2", "--hardware", "h100-sxm", "tokens=3"], "tokens='3': a word of the library"),
+        (["plan", "gpt2", "--hardware", "h100-sxm", "tokens=3"], "tokens='3': the name is reserved"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(capsys, words, text):
+def test_usage_errors_print_one_line_and_exit_2(capsys, words, text):
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith("costgraph: ")
@@ -230,6 +230,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, words, text):
 
 def test_commands_are_listed_with_an_example(capsys):
     for command in ("train", "plan"):
-        assert command in good(capsys, "--help")
-        out = good(capsys, command, "--help")
+        assert command in run_ok(capsys, "--help")
+        out = run_ok(capsys, command, "--help")
         assert f"costgraph {command} llama-3-8b" in out

@@ -1,7 +1,6 @@
-"""Names that other libraries coined: each stands for what it stands for there.
+"""Names coined by other libraries keep their original meaning.
 
-There is a table for each kind of name. A test asserts that it has every name of the kind, so that a new name needs a
-row with a source.
+Each kind of name has a table. A test asserts that the table is complete, so a new name needs a row with a source.
 """
 
 import inspect
@@ -25,18 +24,18 @@ B, D, F = cg.dims("B D F")
 
 
 def linear(rows, row):
-    """A linear layer with weights of rows by row elements."""
+    """A linear layer with a rows-by-row weight."""
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.linear(g.input("x", (2, row)), "b d -> b f", f=rows))
     return g
 
 
-# -- formats of weights ------------------------------------------------------------------------------------------------
+# -- weight formats ----------------------------------------------------------------------------------------------------
 
 SIDE = 2**12
-CHANNEL = Fraction(32, SIDE)  # a scale in fp32 for each output channel
+CHANNEL = Fraction(32, SIDE)  # one fp32 scale per output channel
 
-#: Bits for each of 4096 x 4096 weights, scales included, those of a whole tensor left out; and the source.
+#: Bits per weight in a 4096 x 4096 matrix, with scales but without per-tensor scales; and the source.
 WEIGHTS = {
     "nf4": (4 + Fraction(32, 64), "bitsandbytes 0.50.2: Params4bit, blocksize=64, absmax in fp32"),
     "fp4": (4 + Fraction(32, 64), "bitsandbytes 0.50.2: Params4bit, blocksize=64, quant_type='fp4' (its default)"),
@@ -58,7 +57,7 @@ WEIGHTS = {
     "mxfp6_e3m2": (6 + Fraction(8, 32), "OCP Microscaling Formats 1.0, table 1"),
     "mxfp4": (4 + Fraction(8, 32), "OCP Microscaling Formats 1.0, table 1"),
     "nvfp4": (4 + Fraction(8, 16), "NVIDIA: E2M1, an E4M3 scale for 16 elements, one in fp32 for the tensor"),
-    # ggml-common.h, and GGML_QUANT_SIZES of gguf 0.19: bytes of a block over its elements
+    # ggml-common.h, and GGML_QUANT_SIZES in gguf 0.19: block bytes divided by block elements
     "q4_0": (Fraction(8 * 18, 32), "ggml-common.h: block_q4_0"),
     "q4_1": (Fraction(8 * 20, 32), "ggml-common.h: block_q4_1"),
     "q5_0": (Fraction(8 * 22, 32), "ggml-common.h: block_q5_0"),
@@ -70,27 +69,27 @@ WEIGHTS = {
     "q5_k": (Fraction(8 * 176, 256), "ggml-common.h: block_q5_K"),
     "q6_k": (Fraction(8 * 210, 256), "ggml-common.h: block_q6_K"),
 }
-#: Names of elements that no library stores weights in by themselves: with one scale for each output channel.
+#: Element formats that no library uses alone: stored with one scale per output channel.
 ELEMENTS = {"fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1", "uint8", "int6", "uint6", "uint4"}
 
 
-def test_every_format_of_weights_has_a_row():
+def test_every_weight_format_has_a_row():
     narrow = {name for name, d in cg.dtypes.DTYPES.items() if d.bits <= 8 and d.kind != "bool"} - {"fp8_e8m0"}
     assert narrow - ELEMENTS <= WEIGHTS.keys()
     assert not ELEMENTS & WEIGHTS.keys()
 
 
 @each("name", [*WEIGHTS, *sorted(ELEMENTS)])
-def test_bits_of_a_weight(name):
+def test_bits_per_weight_match_source(name):
     bits = WEIGHTS[name][0] if name in WEIGHTS else cg.dtypes.DTYPES[name].bits + CHANNEL
     stored = cg.param_bytes(cg.quantize(linear(SIDE, SIDE), name))
-    assert 0 <= stored - bits * SIDE**2 / 8 <= 4  # a scale or a mean of the whole tensor
+    assert 0 <= stored - bits * SIDE**2 / 8 <= 4  # a per-tensor scale or mean
 
 
 @each("name", ["nf4", "fp4"])
 @each(("rows", "row", "block"), [(30, 100, 64), (7, 63, 64), (5, 64, 64), (30, 100, 32)])
-def test_blocks_of_bitsandbytes_run_over_the_flattened_weight(name, rows, row, block):
-    """`quantize_4bit` of bitsandbytes/functional.py: -(n // -blocksize) blocks of n elements, two to a byte."""
+def test_bitsandbytes_blocks_run_over_flattened_weight(name, rows, row, block):
+    """`quantize_4bit` in bitsandbytes/functional.py: -(n // -blocksize) blocks of n elements, two to a byte."""
     n = rows * row
     options = {} if block == 64 else {"group": block}
     stored = cg.param_bytes(cg.quantize(linear(rows, row), name, **options))
@@ -105,26 +104,26 @@ def test_blocks_of_bitsandbytes_run_over_the_flattened_weight(name, rows, row, b
         ({"cache": "fp4"}, "cache='fp4', expected nvfp4 or mxfp4"),
     ],
 )
-def test_fp4_is_a_format_of_weights_alone(options, text):
+def test_fp4_is_valid_for_weights_only(options, text):
     with pytest.raises(cg.FormatError, match=f"quantize: {text}"):
         cg.quantize(linear(8, 8), **options)
 
 
-def test_int4_with_one_scale_for_each_channel_has_a_name_of_its_own():
+def test_channelwise_int4_has_its_own_name():
     assert cg.param_bytes(cg.quantize(linear(8, 256), "int4_row_fp32")) == 8 * 128 + 8 * 4
     assert cg.param_bytes(cg.quantize(linear(8, 256), "int4", scale="bf16")) == 8 * 128 + 8 * 2 * 2
 
 
-#: Types of files that `llama-quantize` knows and that are no number format: tools/quantize/quantize.cpp, QUANT_OPTIONS.
+#: File types that `llama-quantize` knows and that are not number formats: tools/quantize/quantize.cpp, QUANT_OPTIONS.
 FILES = {
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S",
     "Q5_K_M", "Q3_K", "Q4_K", "Q5_K",
 }  # fmt: skip
 
 
-def test_mixtures_are_types_of_files():
+def test_quantization_mixtures_are_file_types():
     assert set(MIXTURES) == FILES
-    # in upper case as by itself: a lower-case name that is a number format is that of each tensor
+    # upper case names a mixture; a lower-case number format applies to every tensor
     model = load("gpt2")
     for name, same in (("Q4_K", "Q4_K_M"), ("q4_k_m", "Q4_K_M"), ("Q3_K", "Q3_K_M")):
         assert cg.param_bytes(cg.quantize(model, name)) == cg.param_bytes(cg.quantize(model, same))
@@ -132,7 +131,7 @@ def test_mixtures_are_types_of_files():
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
-#: The class of torch.optim of each, and settings under which its state is looked at.
+#: The torch.optim class of each optimizer, and the settings under which the test inspects its state.
 OPTIMIZERS = {
     cg.SGD: ("SGD", [{}, {"momentum": 0.9}]),
     cg.Adam: ("Adam", [{}, {"amsgrad": True}]),
@@ -142,29 +141,29 @@ OPTIMIZERS = {
     cg.Adafactor: ("Adafactor", [{}]),
     cg.Muon: ("Muon", [{}]),
 }
-#: Lion has no class in torch: Chen et al. 2023, arXiv 2302.06675, and lion-pytorch.
+#: Lion is not in torch: Chen et al. 2023, arXiv 2302.06675, and lion-pytorch.
 LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0}
 
 
 def test_every_optimizer_has_a_row():
-    found = {c for c in vars(cg.optimizers).values() if inspect.isclass(c) and issubclass(c, cg.optimizers.Optimizer)}
-    assert found == {*OPTIMIZERS, cg.Lion, cg.optimizers.Optimizer}
+    classes = {c for c in vars(cg.optimizers).values() if inspect.isclass(c) and issubclass(c, cg.optimizers.Optimizer)}
+    assert classes == {*OPTIMIZERS, cg.Lion, cg.optimizers.Optimizer}
     assert {name: getattr(cg.Lion(), name) for name in LION} == LION
 
 
 @each("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
-def test_defaults_are_those_of_torch(optimizer):
+def test_optimizer_defaults_match_torch(optimizer):
     torch = pytest.importorskip("torch")
     theirs = inspect.signature(getattr(torch.optim, OPTIMIZERS[optimizer][0])).parameters
     ours = optimizer()
     shared = {name for name in theirs if hasattr(ours, name) and theirs[name].default is not inspect.Parameter.empty}
     assert "lr" in shared
-    skipped = {"adjust_lr_fn"} if optimizer is cg.Muon else set()  # None stands for original
+    skipped = {"adjust_lr_fn"} if optimizer is cg.Muon else set()  # None means "original"
     assert {n: getattr(ours, n) for n in shared - skipped} == {n: theirs[n].default for n in shared - skipped}
 
 
 @each("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
-def test_state_is_that_of_torch(optimizer):
+def test_optimizer_state_matches_torch(optimizer):
     torch = pytest.importorskip("torch")
     name, settings = OPTIMIZERS[optimizer]
     for options in settings:
@@ -179,7 +178,7 @@ def test_state_is_that_of_torch(optimizer):
         assert cg.state_bytes(cg.training_step(g, optimizer=optimizer(**options))).state == held
 
 
-#: Bytes of Adam's state of n = 2**16 elements, tables left out.
+#: Bytes of Adam's state for n = 2**16 elements, without lookup tables.
 N = 2**16
 BLOCKS = {
     "bitsandbytes-8bit": (2 * (N + 4 * N // 256), 2 * 4 * 256, "bitsandbytes 0.50.2: Optimizer2State, blocksize 256"),
@@ -189,7 +188,7 @@ BLOCKS = {
 }
 
 
-def test_states_in_blocks():
+def test_blockwise_optimizer_state_bytes():
     assert set(BLOCKS) == set(STATES)
     for name, (states, tables, _) in BLOCKS.items():
         with cg.Graph("g") as g:
@@ -200,8 +199,8 @@ def test_states_in_blocks():
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama-3-8b", "mixtral-8x7b"])
-def test_muon_updates_the_matrices_of_hidden_layers(model):
-    """KellerJordan/Muon, torch.optim.Muon and DeepSpeed (`set_optimizer_flags`): neither embeddings nor the head."""
+def test_muon_updates_hidden_matrices_only(model):
+    """KellerJordan/Muon, torch.optim.Muon and DeepSpeed (`set_optimizer_flags`) skip embeddings and the head."""
     g = load(model)
     step = cg.training_step(g, optimizer=cg.Muon(), precision="fp32")
     outer = {t.name for t in g.params if t.name.split("/")[0] in ("tokens", "positions", "head")}
@@ -213,8 +212,8 @@ def test_muon_updates_the_matrices_of_hidden_layers(model):
     assert {t.name for t in g.params} == by_adam | by_muon
 
 
-def test_muon_updates_each_expert_by_itself():
-    """`muon_update` of DeepSpeed: the Newton-Schulz iteration of a group of experts is that of each matrix."""
+def test_muon_updates_each_expert_separately():
+    """DeepSpeed's `muon_update` runs the Newton-Schulz iteration on each expert's matrix separately."""
     E, rows, columns, steps = 3, 4, 7, 5
     with cg.Graph("g") as g:
         w = g.param("moe/experts/down", (E, rows, columns))
@@ -226,7 +225,7 @@ def test_muon_updates_each_expert_by_itself():
 
 # -- precision and ZeRO ------------------------------------------------------------------------------------------------
 
-#: Bytes of a parameter, its gradient, and what AdamW keeps (a master copy is part of it).
+#: Bytes per parameter for the weight, its gradient and AdamW's state (which includes a master copy).
 PRECISIONS = {
     "fp32": (4, 4, 8, "torch.optim.AdamW over a model in fp32"),
     "bf16": (2, 2, 8, "own: moments in fp32; torch's AdamW over a bf16 model (bf16-true of Lightning) is None"),
@@ -246,13 +245,13 @@ def mlp():
     return g
 
 
-def test_bytes_of_a_parameter():
+def test_bytes_per_parameter_by_precision():
     assert set(PRECISIONS) == set(POLICIES)
     g = mlp()
     n = cg.param_count(g)
     for name, (param, grad, state, _) in PRECISIONS.items():
         held = cg.state_bytes(cg.training_step(g, optimizer=cg.AdamW(), precision=name))
-        scale = 8 if name == "fp16-mixed" else 0  # of the loss
+        scale = 8 if name == "fp16-mixed" else 0  # the loss scale
         assert (held.params, held.gradients) == (param * n, grad * n), name
         assert 0 <= held.state - state * n <= scale, name
 
@@ -261,8 +260,8 @@ def test_bytes_of_a_parameter():
     ("stage", "params", "grads", "state"),
     [(0, 2, 2, 12), (1, 2, 2, 12 / 8), (2, 2, 2 / 8, 12 / 8), (3, 2 / 8, 2 / 8, 12 / 8)],
 )
-def test_stages_of_zero(stage, params, grads, state):
-    """Rajbhandari et al. 2020, arXiv 1910.02054, figure 1: bytes of a parameter on each of 8 ranks."""
+def test_zero_stages_match_published_bytes(stage, params, grads, state):
+    """Rajbhandari et al. 2020, arXiv 1910.02054, figure 1: bytes per parameter on each of 8 ranks."""
     g = mlp()
     n = cg.param_count(g)
     step = cg.training_step(g, optimizer=cg.AdamW(), precision="bf16-master")
@@ -272,7 +271,7 @@ def test_stages_of_zero(stage, params, grads, state):
 
 # -- schedules ---------------------------------------------------------------------------------------------------------
 
-#: Most micro-batches that rank 0 of 8 holds of a chunk each, of 32, as a formula of p, m and v; and the source.
+#: Peak micro-batches in flight on rank 0 of 8 (per chunk; 32 in all), as a formula in p, m and v; and the source.
 HELD = {
     "gpipe": (lambda p, m, v: m, 1, "Huang et al. 2018, arXiv 1811.06965"),
     "1f1b": (lambda p, m, v: p, 1, "Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1"),
@@ -289,14 +288,14 @@ HELD = {
 
 
 @each("name", SCHEDULES)
-def test_micro_batches_in_flight(name):
-    """Action lists are held against those of torch in tests/with_torch/test_torch_schedules.py."""
+def test_micro_batches_in_flight_match_schedule(name):
+    """tests/with_torch/test_torch_schedules.py compares the action lists with torch's."""
     formula, chunks, _ = HELD[name]
     assert cg.plan.in_flight(name, 8, 32, chunks, 0) == formula(8, 32, chunks)
 
 
-def test_the_other_words():
-    """Names whose meaning is held elsewhere: a new one needs a source."""
+def test_systems_and_losses_are_complete():
+    """Names tested elsewhere: a new one needs a source."""
     assert SYSTEMS == ("torch", "megatron")
-    # torch.nn.functional, and the loss of CLIP
+    # torch.nn.functional, and CLIP's loss
     assert set(LOSSES) == {"cross_entropy", "contrastive", "binary_cross_entropy", "mean_squared_error"}

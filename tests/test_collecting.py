@@ -16,7 +16,7 @@ def collector():
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_the_collector_is_afterwards_as_it_was(collector, running):
+def test_gc_state_is_restored(collector, running):
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (B,))))
     (gc.enable if running else gc.disable)()
@@ -25,7 +25,7 @@ def test_the_collector_is_afterwards_as_it_was(collector, running):
     assert gc.isenabled() is running
 
 
-def test_an_error_inside_lets_the_collector_run_again(collector):
+def test_gc_resumes_after_an_error(collector):
     gc.enable()
 
     @collection_paused()

@@ -1,4 +1,4 @@
-"""Two graphs beside each other, class of op by class of op."""
+"""Comparing the costs of two graphs by op class."""
 
 import pytest
 from shared import load
@@ -16,60 +16,62 @@ def net(function=cg.relu, scale=False):
 
 
 def test_equal_graphs_have_no_difference():
-    found = cg.compare(net(), net())
-    assert found.differing() == ()
-    assert found.rows
-    assert all(found.total(kind) == 0 for kind in ("matmul", "pointwise", "transcendental", "read", "written"))
+    comparison = cg.compare(net(), net())
+    assert comparison.differing() == ()
+    assert comparison.rows
+    assert all(comparison.total(kind) == 0 for kind in ("matmul", "pointwise", "transcendental", "read", "written"))
 
 
-def test_a_difference_is_a_formula_in_its_class():
-    found = cg.compare(net(), net(cg.silu, scale=True))
-    # silu has 3 + 1 FLOPs an element where relu has 1; the product by 2 is one more, with its own traffic
-    assert {(r.ops, r.kind): r.difference for r in found.differing()} == {
+def test_differences_are_formulas_by_op_class():
+    comparison = cg.compare(net(), net(cg.silu, scale=True))
+    # silu has 3 + 1 FLOPs per element, relu 1; the product by 2 adds one, with its own traffic
+    assert {(r.ops, r.kind): r.difference for r in comparison.differing()} == {
         ("pointwise", "pointwise"): 3 * B * F,
         ("pointwise", "transcendental"): B * F,
         ("pointwise", "read"): 4 * B * F,
         ("pointwise", "written"): 4 * B * F,
     }
-    assert found.total("pointwise") == 3 * B * F
+    assert comparison.total("pointwise") == 3 * B * F
 
 
 SIZES = {"B": 3, "S": 5, "D": 8, "H": 2, "F": 7, "L": 3, "V": 11, "P": 13}
 
 
-def test_rows_sum_to_the_costs_of_the_graphs():
+def test_comparison_rows_sum_to_graph_costs():
     one = load("gpt2", symbolic=True)
     two = cg.training_step(one, optimizer=cg.AdamW())
-    found = cg.compare(one, two, **SIZES)
+    comparison = cg.compare(one, two, **SIZES)
     for g, side in ((one, "first"), (two, "second")):
         total = cg.costs(g, **SIZES).total()
         for kind in ("matmul", "pointwise", "transcendental", "read", "written"):
-            assert sum(getattr(r, side) for r in found.rows if r.kind == kind) == getattr(total, kind)
+            assert sum(getattr(r, side) for r in comparison.rows if r.kind == kind) == getattr(total, kind)
 
 
 def test_sizes_are_bound_in_the_graphs_that_have_them():
     with cg.Graph("other") as other:
         other.output(cg.relu(other.input("x", (B,))))
-    found = cg.compare(net(), other, B=2, D=3, F=5)
-    assert {r.difference for r in found.rows if r.ops == "matmul" and r.kind == "matmul"} == {-2 * 2 * 3 * 5}
+    comparison = cg.compare(net(), other, B=2, D=3, F=5)
+    assert {r.difference for r in comparison.rows if r.ops == "matmul" and r.kind == "matmul"} == {-2 * 2 * 3 * 5}
     with pytest.raises(cg.BindingError, match="Q"):
         cg.compare(net(), other, Q=2)
 
 
-def test_count_is_that_of_matmul_flops():
+def test_count_option_matches_matmul_flops():
     causal = load("gpt2", symbolic=True)
     for count in ("executed", "full"):
-        found = cg.compare(causal, causal, count=count, **SIZES)
-        assert sum(r.first for r in found.rows if r.kind == "matmul") == cg.matmul_flops(causal, count=count, **SIZES)
+        comparison = cg.compare(causal, causal, count=count, **SIZES)
+        assert sum(r.first for r in comparison.rows if r.kind == "matmul") == cg.matmul_flops(
+            causal, count=count, **SIZES
+        )
 
 
-def test_a_table_is_shown():
+def test_comparison_table_is_printed():
     lines = str(cg.compare(net(), net())).splitlines()
     assert lines[0].split() == ["phase", "ops", "kind", "first", "second", "difference"]
     assert lines[1].split() == ["forward", "matmul", "matmul", "2*B*D*F", "2*B*D*F", "0"]
 
 
 @pytest.mark.parametrize("graphs", [(1, net()), (net(), None)])
-def test_what_is_no_graph_is_refused(graphs):
+def test_comparing_non_graphs_raises(graphs):
     with pytest.raises(cg.GraphError, match=r"compare: (first|second) is .*, expected a graph"):
         cg.compare(*graphs)

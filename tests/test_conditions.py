@@ -1,4 +1,4 @@
-"""What a formula holds for travels with it: through arithmetic, binding, files of pickle, arrays and tables."""
+"""Formulas carry their validity conditions through arithmetic, binding, pickling, arrays and tables."""
 
 import copy
 import pickle
@@ -16,7 +16,7 @@ from costgraph import BindingError
 from costgraph.algebra.conditions import held_by
 
 B, D, H, K, L, S, T = cg.dims("B D H K L S T")
-REFUSED = r"^S=3: axis 0 of 'slice' has size S - 5 = -2, expected a positive whole number$"
+REFUSED = r"^S=3: axis 0 of 'slice' has size S - 5 = -2, expected a positive integer$"
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def short():
 
 
 def stack():
-    """Layers whose peak is a closed form from two of them on."""
+    """Layers whose peak has a closed form for two layers or more."""
     with cg.Graph("stack") as g:
         g.output(cg.repeat(L, lambda x: cg.relu(cg.relu(x)) + x, g.input("x", (B, D))))
     return g
@@ -69,7 +69,7 @@ WAYS = {
 
 
 @each("way", WAYS)
-def test_a_formula_refuses_what_its_graph_refuses(short, way):
+def test_formula_raises_where_its_graph_does(short, way):
     f = WAYS[way](cg.flops(short))
     sizes = {s.name: 7 for s in f.free_symbols} | {"S": 3}
     with pytest.raises(BindingError, match=REFUSED):
@@ -82,7 +82,7 @@ def test_a_formula_refuses_what_its_graph_refuses(short, way):
             cg.compile(f)(**{**sizes, "S": [9, 3]})
 
 
-def test_every_way_to_put_sizes_in(short):
+def test_all_substitution_methods_check_conditions(short):
     f = cg.flops(short)
     for sizes in ({S: 3}, [(S, 3)], ((S, 3), (B, 2)), zip((S, B), (3, 2), strict=True), {(S, 3)}):
         with pytest.raises(BindingError, match=REFUSED):
@@ -95,7 +95,7 @@ def test_every_way_to_put_sizes_in(short):
     assert float(f.evalf(subs={S: 9, B: 2})) == 8
 
 
-def test_in_all_else_it_is_the_plain_expression(short):
+def test_conditional_formula_behaves_like_plain_expression(short):
     f, plain = cg.flops(short), sympy.Add(B * S, -5 * B)
     assert held_by(f)
     assert not held_by(plain)
@@ -112,14 +112,14 @@ def test_in_all_else_it_is_the_plain_expression(short):
         plain.args, plain.free_symbols, True, plain.sort_key(),
     )  # fmt: skip
     assert sympy.lambdify([B, S], f)(2, 9) == 8
-    # sympy tries numbers to find out about an expression: those are nobody's sizes
+    # sympy substitutes trial numbers to simplify expressions: the conditions must not apply to them
     assert f.equals(plain)
     assert f.is_positive is None
     assert sympy.solve(f - B, S) == [6]
     assert f.subs({B: sympy.Symbol("x")}).free_symbols == {sympy.Symbol("x"), S}
 
 
-def test_nothing_of_it_stays_in_the_caches_of_sympy(short):
+def test_conditions_do_not_leak_into_sympy_caches(short):
     f = cg.flops(short)
     for made in (sympy.Mul(f, T), sympy.sqrt(f + T), sympy.Max(f, T), cg.Max(f, T).args[0], sympy.log(f)):
         assert not any(held_by(e) for e in sympy.preorder_traversal(made) if e is not made)
@@ -137,7 +137,7 @@ def test_a_formula_without_conditions_is_plain():
     assert not any(v.names for v in held_by(cg.flops(g, B=4)))
 
 
-def test_what_is_assumed_and_what_follows_from_it():
+def test_formula_checks_assumed_relations():
     with cg.Graph("heads") as g:
         x = g.input("x", (B, D))
         g.output(cg.relu(cg.rearrange(x, "b (h k) -> b h k", h=H)))
@@ -159,7 +159,7 @@ def test_what_is_assumed_and_what_follows_from_it():
             ask(cg.flops(g, D=12), B=1, K=5)
 
 
-def test_formulas_of_two_graphs_hold_where_both_do(short):
+def test_combined_formulas_need_both_conditions(short):
     with cg.Graph("third") as g:
         g.output(cg.relu(cg.rearrange(g.input("x", (T, B)), "(n r) b -> n r b", r=3)))
     both = cg.flops(short) / cg.flops(g)
@@ -172,7 +172,7 @@ def test_formulas_of_two_graphs_hold_where_both_do(short):
     assert len(held_by(same)) == 1
 
 
-def test_a_name_that_stands_for_a_formula(short):
+def test_substituting_formula_for_symbol_keeps_conditions(short):
     f = cg.flops(short).subs(S, T / 2)
     assert cg.evaluate(f, B=1, T=14) == 2
     with pytest.raises(BindingError, match="S=7/2: expected a positive integer"):
@@ -191,17 +191,17 @@ def test_a_name_that_stands_for_a_formula(short):
 # -- arrays ------------------------------------------------------------------------------------------------------------
 
 
-def test_points_of_an_array_that_are_outside(short):
+def test_array_points_outside_the_conditions(short):
     f = cg.flops(short)
     with pytest.raises(BindingError) as caught:
         cg.compile(f)(S=[[10], [3]], B=[1, 2])
     assert str(caught.value) == (
-        "at [1, 0] (B=1, S=3): S=3: axis 0 of 'slice' has size S - 5 = -2, expected a positive whole number"
+        "at [1, 0] (B=1, S=3): S=3: axis 0 of 'slice' has size S - 5 = -2, expected a positive integer"
     )
-    found = cg.compile(f, outside="nan")(S=[[10], [3]], B=[1, 2])
-    assert np.array_equal(found, [[5, 10], [np.nan, np.nan]], equal_nan=True)
+    values = cg.compile(f, outside="nan")(S=[[10], [3]], B=[1, 2])
+    assert np.array_equal(values, [[5, 10], [np.nan, np.nan]], equal_nan=True)
     assert cg.compile(f, outside="nan")(S=10, B=2) == 10
-    with pytest.raises(BindingError, match=REFUSED):  # a point is no array
+    with pytest.raises(BindingError, match=REFUSED):  # a single point is not an array
         cg.compile(f, outside="nan")(S=3, B=2)
     with pytest.raises(cg.GraphError, match="outside"):
         cg.compile(f, outside="zero")
@@ -209,44 +209,44 @@ def test_points_of_an_array_that_are_outside(short):
 
 @each("scale", [1, 2**30, 2**50, 2**60, 10**30])
 @each("kind", [np.int64, np.uint64, np.float64])
-def test_whole_sizes_are_told_from_others_exactly(scale, kind):
+def test_integrality_conditions_are_exact(scale, kind):
     with cg.Graph("split") as g:
         g.output(cg.relu(cg.rearrange(g.input("x", (D * T,)), "(h k) -> h k", h=H)))
     if scale > 2**62 and kind is not np.float64:
         pytest.skip("no such integer in 64 bits")
     d, t, h = (np.array(v, dtype=kind) for v in ([scale, scale, 3 * scale], [3, 7, 5], [3, 2, 7]))
     exact = [int(a) * int(b) % int(c) == 0 for a, b, c in zip(d, t, h, strict=True)]
-    found = cg.compile(cg.flops(g) + H, outside="nan")(D=d, T=t, H=h)
-    assert (~np.isnan(found)).tolist() == exact
+    values = cg.compile(cg.flops(g) + H, outside="nan")(D=d, T=t, H=h)
+    assert (~np.isnan(values)).tolist() == exact
 
 
-def test_conditions_that_are_rounded():
+def test_conditions_with_rounding():
     with cg.Graph("pieces") as g:
         g.output(cg.relu(g.input("x", (S, B))[5::3]))
     sizes = np.arange(1, 40)
-    found = cg.compile(cg.flops(g), outside="nan")(S=sizes, B=2)
-    assert np.array_equal(found[5:], 2 * -(-(sizes[5:] - 5) // 3))
-    assert np.isnan(found[:5]).all()
+    values = cg.compile(cg.flops(g), outside="nan")(S=sizes, B=2)
+    assert np.array_equal(values[5:], 2 * -(-(sizes[5:] - 5) // 3))
+    assert np.isnan(values[:5]).all()
 
 
-def test_a_point_that_is_outside_need_not_be_a_number():
+def test_points_outside_conditions_may_divide_by_zero():
     with cg.Graph("ratio") as g:
         g.output(cg.relu(g.input("x", (S, B))[5:]))
     ratio = cg.bytes_moved(g) / (cg.flops(g))
-    found = cg.compile(ratio, outside="nan")(S=[5, 6], B=1)
-    assert np.array_equal(found, [np.nan, 8], equal_nan=True)
+    values = cg.compile(ratio, outside="nan")(S=[5, 6], B=1)
+    assert np.array_equal(values, [np.nan, 8], equal_nan=True)
 
 
-def test_ragged_arrays_and_shapes_that_do_not_fit(short):
+def test_ragged_and_mismatched_arrays_raise(short):
     f = cg.compile(cg.flops(short))
-    with pytest.raises(BindingError, match=r"S: \[\[7\], \[8, 9\]\] is no array, expected rows of one length"):
+    with pytest.raises(BindingError, match=r"S: \[\[7\], \[8, 9\]\] is not an array; expected rows of equal length"):
         f(S=[[7], [8, 9]], B=1)
-    with pytest.raises(BindingError, match=r"shapes S \(2,\), B \(3,\), expected such as broadcast"):
+    with pytest.raises(BindingError, match=r"broadcast together with shapes S \(2,\), B \(3,\)"):
         f(S=[7, 8], B=[1, 2, 3])
 
 
 class Labelled:
-    """An array with names of its axes, and labels along some: what of xarray.DataArray is used."""
+    """A labelled array: the parts of the xarray.DataArray interface that the library uses."""
 
     def __init__(self, data, coords=None, dims=()):
         self.data, self.coords, self.dims = np.asarray(data), dict(coords or {}), tuple(dims)
@@ -255,41 +255,41 @@ class Labelled:
         return self.data
 
 
-def test_arrays_with_names_are_aligned_by_them():
+def test_labelled_arrays_align_by_name():
     f = cg.compile(B * S + T)
     b = Labelled([1, 2, 3], {"batch": [1, 2, 3]}, ["batch"])
     s = Labelled([10, 20, 30], {"length": [10, 20, 30]}, ["length"])
-    found = f(B=b, S=s, T=Labelled([[0 + 1, 2, 3]] * 3, {}, ["length", "batch"]))
-    assert type(found) is Labelled
-    assert found.dims == ("batch", "length")
-    assert np.array_equal(found.data, np.outer([1, 2, 3], [10, 20, 30]) + np.array([[1], [2], [3]]))
-    assert {k: list(v) for k, v in found.coords.items()} == {"batch": [1, 2, 3], "length": [10, 20, 30]}
+    values = f(B=b, S=s, T=Labelled([[0 + 1, 2, 3]] * 3, {}, ["length", "batch"]))
+    assert type(values) is Labelled
+    assert values.dims == ("batch", "length")
+    assert np.array_equal(values.data, np.outer([1, 2, 3], [10, 20, 30]) + np.array([[1], [2], [3]]))
+    assert {k: list(v) for k, v in values.coords.items()} == {"batch": [1, 2, 3], "length": [10, 20, 30]}
     with pytest.raises(BindingError, match="S: labels of 'batch' differ from those of other arrays"):
         f(B=b, S=Labelled([1, 2, 3], {"batch": [1, 2, 4]}, ["batch"]), T=1)
-    with pytest.raises(BindingError, match="S: an array without names of its axes, expected one with, as B has"):
+    with pytest.raises(BindingError, match="S: an array without dimension names; expected named dimensions, as in B"):
         f(B=b, S=[1, 2, 3], T=1)
 
 
 # -- loops -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_closed_form_says_from_which_count_on_it_holds():
+def test_closed_form_states_its_minimum_count():
     g = stack()
     f, least = cg.peak_memory(g), cg.timeline(g).holds_from["L"]
     assert least == 2
     assert cg.evaluate(f, B=2, D=3, L=least) == cg.peak_memory(g, B=2, D=3, L=least)
-    words = "L=1: the formula holds from L=2 on, expected the question to be asked of the graph with L bound"
+    words = "L=1: the formula holds only from L=2; derive it from the graph with L bound"
     for formula in (f, 2 * f, pickle.loads(pickle.dumps(f)), cg.regimes(f)[0].formula, cg.timeline(g).peak):
         with pytest.raises(BindingError, match=words):
             cg.evaluate(formula, **{n: 1 for n in "BDL" if n in {s.name for s in formula.free_symbols} | {"L"}})
     with pytest.raises(BindingError, match=words):
         cg.compile(f)(B=2, D=3, L=[2, 1])
-    found = cg.compile(f, outside="nan")(B=2, D=3, L=[[1], [2], [9]])
-    assert np.isnan(found.ravel()).tolist() == [True, False, False]
+    values = cg.compile(f, outside="nan")(B=2, D=3, L=[[1], [2], [9]])
+    assert np.isnan(values.ravel()).tolist() == [True, False, False]
     assert not any(v.names for v in held_by(cg.peak_memory(g, L=1)))
 
 
-def test_counts_that_are_small_together():
+def test_conditions_on_several_small_counts():
     with cg.Graph("two") as g:
         x = g.input("x", (B, D))
         for count in (L, T):
@@ -297,16 +297,16 @@ def test_counts_that_are_small_together():
         g.output(x)
     f = cg.peak_memory(g)
     points = [(n, m) for n in (1, 2, 3, 4) for m in (1, 2, 3, 4)]
-    found = cg.compile(f, outside="nan")(B=2, D=3, L=[n for n, _ in points], T=[m for _, m in points])
-    for (n, m), value in zip(points, found, strict=True):
+    values = cg.compile(f, outside="nan")(B=2, D=3, L=[n for n, _ in points], T=[m for _, m in points])
+    for (n, m), value in zip(points, values, strict=True):
         assert np.isnan(value) or value == cg.peak_memory(g, B=2, D=3, L=n, T=m)
-    assert not np.isnan(found[points.index((2, 2))])
+    assert not np.isnan(values[points.index((2, 2))])
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def test_tables_of_costs(short):
+def test_cost_tables_carry_conditions(short):
     table = cg.costs(short)
     for part in (table, table.filter(kind="pointwise"), table.group("op")):
         with pytest.raises(BindingError, match=REFUSED):
@@ -317,7 +317,7 @@ def test_tables_of_costs(short):
         cg.evaluate(next(iter(table)).value, S=3, B=1)
     with pytest.raises(BindingError, match=REFUSED):
         table.bind(B=2).bind(S=3)
-    with pytest.raises(BindingError, match="S=9: the costs were derived with S=8, expected that"):
+    with pytest.raises(BindingError, match="S=9: the costs were derived with S=8; derive them again"):
         cg.costs(short, S=8).bind(S=9)
     assert (
         table.bind(S=8, B=2).total().flops == cg.flops(short, S=8, B=2) == cg.costs(short, S=8).bind(B=2).total().flops
@@ -350,7 +350,7 @@ def step():
 
 
 @each("question", QUESTIONS)
-def test_every_question_of_a_step_refuses_sequences_that_are_too_long(step, question):
+def test_all_step_queries_reject_too_long_sequences(step, question):
     formula = QUESTIONS[question](step)
     names = {s.name for s in formula.free_symbols}
     assert cg.evaluate(formula, **dict.fromkeys(names, 8)) > 0
@@ -358,7 +358,7 @@ def test_every_question_of_a_step_refuses_sequences_that_are_too_long(step, ques
         cg.evaluate(formula, **{**dict.fromkeys(names, 8), "S": 2000})
 
 
-def test_costs_of_another_process(tmp_path):
+def test_conditions_survive_pickling_across_processes(tmp_path):
     with cg.Graph("windows") as g:
         x = g.input("x", (B, S, D))
         g.output(
@@ -382,4 +382,4 @@ except cg.BindingError as error:
     expected = cg.flops(g, B=2, S=5, D=6, H=3, T=2)
     first, second = done.stdout.splitlines()
     assert first == f"{expected} {expected}"
-    assert "D/H = 3/2, expected a positive whole number" in second
+    assert "D/H = 3/2, expected a positive integer" in second

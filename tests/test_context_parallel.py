@@ -1,4 +1,4 @@
-"""Attention of which each rank has a part of the sequence: what it counts, what it sends, and the same numbers."""
+"""Context parallelism: FLOPs per rank, communication, and equality of values with one device."""
 
 from contextvars import copy_context
 from fractions import Fraction
@@ -17,7 +17,7 @@ from costgraph.testing.interpreter import RANK
 
 B, S, D, H, G, K, N, W = cg.dims("B S D H G K N W")
 SPLIT = {"x": "b (s cp) d"}
-#: Sizes that two and three ranks divide.
+#: Sizes divisible by two and three ranks.
 SIZES = {"B": 2, "S": 6, "D": 3, "H": 4, "G": 2, "K": 2}
 
 
@@ -49,7 +49,7 @@ KERNELS = {
 
 @cache
 def sharded(what, exchange=()):
-    """A step, and what each of N ranks does of it."""
+    """Return a training step and its per-rank graph on a mesh of N ranks."""
     whole = step(**KERNELS[what])
     return whole, cg.shard(whole, cg.mesh(cp=N), SPLIT, exchange=exchange, strict=True)
 
@@ -60,11 +60,11 @@ def long(name):
 
 FLASH = [name for name in KERNELS if "flash" in name]
 
-# -- what is counted -------------------------------------------------------------------------------------------------
+# -- FLOPs -----------------------------------------------------------------------------------------------------------
 
 
 def seen(causal, window, queries, size):
-    """Index pairs that some queries see, one by one."""
+    """Enumerate the (query, key) pairs visible to the given queries."""
     return {
         (s, t)
         for s, t in product(queries, range(size))
@@ -73,12 +73,12 @@ def seen(causal, window, queries, size):
 
 
 @each(("causal", "window"), [(True, None), (True, 1), (True, 4), (True, 99), (False, 1), (False, 4)])
-def test_a_domain_counts_the_mean_over_the_ranks(causal, window):
+def test_domain_counts_are_means_over_ranks(causal, window):
     for ranks, block in product((1, 2, 3, 5), (1, 2, 3, 7)):
         size = ranks * block
-        found = [seen(causal, window, range(r * block, (r + 1) * block), size) for r in range(ranks)]
-        points = Fraction(sum(map(len, found)), ranks)
-        keys = Fraction(sum(len({t for _, t in pairs}) for pairs in found), ranks)
+        pairs_by_rank = [seen(causal, window, range(r * block, (r + 1) * block), size) for r in range(ranks)]
+        points = Fraction(sum(map(len, pairs_by_rank)), ranks)
+        keys = Fraction(sum(len({t for _, t in pairs}) for pairs in pairs_by_rank), ranks)
         domain = cg.Domain(causal, window, (("cp", poly(ranks)),))
         sizes = poly(block), poly(size)
         assert (domain.points(*sizes).constant, domain.keys_used(*sizes).constant) == (points, keys)
@@ -90,8 +90,8 @@ def test_a_domain_counts_the_mean_over_the_ranks(causal, window):
 
 
 @each("ranks", [1, 2, 3, 5])
-def test_blocks_from_both_ends_of_a_causal_square_are_the_mean_on_every_rank(ranks):
-    """Rank r of torch's head-tail load balancer has blocks r and 2N - 1 - r of 2N."""
+def test_head_tail_blocks_balance_causal_work_exactly(ranks):
+    """Rank r in torch's head-tail load balancer gets blocks r and 2N - 1 - r out of 2N."""
     size = 3 * 2 * ranks
     for r in range(ranks):
         rows = [s for block in (r, 2 * ranks - 1 - r) for s in range(3 * block, 3 * block + 3)]
@@ -100,14 +100,14 @@ def test_blocks_from_both_ends_of_a_causal_square_are_the_mean_on_every_rank(ran
 
 
 @pytest.mark.parametrize("what", KERNELS)
-def test_ranks_together_count_what_one_device_does(what):
+def test_total_matmul_flops_over_ranks_match_one_device(what):
     whole, rank = sharded(what)
     assert sympy.expand(cg.matmul_flops(rank) * N - cg.matmul_flops(whole)) == 0
     assert sympy.expand(cg.matmul_flops(rank, count="full") * N - cg.matmul_flops(whole, count="full")) == 0
 
 
 def counted(graph, place, **sizes):
-    """Index point by index point, what the rank at a place does."""
+    """Run the rank at a mesh coordinate, counting index point by index point."""
 
     def run():
         RANK.set(place)
@@ -117,7 +117,7 @@ def counted(graph, place, **sizes):
 
 
 @pytest.mark.parametrize("what", ["flash", "flash, window", "flash, window on both sides", "eager, window"])
-def test_formulas_are_the_mean_of_what_ranks_do(what):
+def test_rank_formulas_are_means_over_interpreted_ranks(what):
     rank = cg.shard(model(**KERNELS[what]), cg.mesh(cp=3), SPLIT, strict=True)
     runs = [counted(rank, {"cp": r}, **SIZES) for r in range(3)]
     for question, found in (
@@ -126,12 +126,12 @@ def test_formulas_are_the_mean_of_what_ranks_do(what):
         (cg.bytes_moved, lambda run: run.bytes_moved),
     ):
         assert question(rank, **SIZES) * 3 == pytest.approx(float(sum(map(found, runs))), rel=1e-12)
-    if "eager" not in what:  # which does the whole square
+    if "eager" not in what:  # eager attention computes the full square on every rank
         assert len({run.matmul for run in runs}) > 1
 
 
 @each("what", ["flash", "flash, window", "eager"])
-def test_at_degree_1_the_formulas_are_the_unsharded_ones(what):
+def test_degree_one_matches_unsharded_costs(what):
     whole, rank = sharded(what)
     assert cg.flops(rank, **SIZES, N=1) == cg.flops(whole, **SIZES)
     one = cg.shard(whole, cg.mesh(cp=1), SPLIT, strict=True)
@@ -139,12 +139,12 @@ def test_at_degree_1_the_formulas_are_the_unsharded_ones(what):
         assert question(one) == question(whole)
 
 
-# -- what is sent ----------------------------------------------------------------------------------------------------
+# -- communication ---------------------------------------------------------------------------------------------------
 
 
 @each("what", [name for name in KERNELS if name != "flash, sinks"])
-def test_keys_and_values_are_gathered_each_way_and_their_gradients_scattered(what):
-    """K and V of all ranks are B*G*S*K elements each, of 4 bytes; what else is reduced are gradients of parameters."""
+def test_keys_and_values_are_gathered_and_gradients_reduce_scattered(what):
+    """Gathered K and V have B*G*S*K elements each, 4 bytes wide; all-reduces carry parameter gradients only."""
     whole, rank = sharded(what)
     sent = cg.communication(rank)
     both = 2 * 4 * B * G * S * K * (N - 1) / N
@@ -157,10 +157,11 @@ def test_keys_and_values_are_gathered_each_way_and_their_gradients_scattered(wha
 
 
 @pytest.mark.parametrize("what", FLASH)
-def test_heads_are_exchanged_for_the_sequence_four_times_each_way(what):
-    """Jacobs et al. 2023 (arXiv 2309.14509), section 3: of queries, keys, values and what attention makes of them.
+def test_ulysses_runs_four_all_to_alls_per_pass(what):
+    """DeepSpeed Ulysses exchanges queries, keys, values and the attention output.
 
-    Queries and the result have B*H*S*K elements, keys and values B*G*S*K; a rank has 1/N, and sends of it (N - 1)/N.
+    Jacobs et al. 2023 (arXiv 2309.14509), section 3. Queries and the output have B*H*S*K elements, keys and values
+    B*G*S*K; each rank holds 1/N and sends (N - 1)/N.
     """
     whole, rank = sharded(what, "cp")
     assert sympy.expand(cg.matmul_flops(rank) * N - cg.matmul_flops(whole)) == 0
@@ -175,7 +176,7 @@ def test_heads_are_exchanged_for_the_sequence_four_times_each_way(what):
 
 
 @pytest.mark.parametrize("exchange", [(), "cp"])
-def test_a_flash_kernel_stays_one(exchange):
+def test_flash_kernel_stays_fused_when_sharded(exchange):
     whole, rank = sharded("flash, rotated", exchange)
     assert [op.name for op in rank.ops if op.body] == [op.name for op in whole.ops if op.body]
 
@@ -184,24 +185,24 @@ def test_a_flash_kernel_stays_one(exchange):
 
 
 @pytest.mark.parametrize("what", KERNELS)
-def test_a_step_leaves_the_same_numbers(what):
+def test_context_parallel_step_matches_one_device(what):
     whole, rank = sharded(what)
     testing.check_sharded(whole, rank, **SIZES, N=3)
 
 
 @pytest.mark.parametrize("what", FLASH)
-def test_a_step_that_exchanges_heads_leaves_the_same_numbers(what):
+def test_ulysses_step_matches_one_device(what):
     whole, rank = sharded(what, "cp")
     testing.check_sharded(whole, rank, **SIZES, N=2)
 
 
-def test_a_sequence_on_two_axes_of_a_mesh_leaves_the_same_numbers():
+def test_sequence_on_two_mesh_axes_matches_one_device():
     whole = step(rope=True)
     rank = cg.shard(whole, cg.mesh(cp=2, tp=3), {"x": "b (s cp tp) d"}, strict=True)
     testing.check_sharded(whole, rank, **SIZES)
 
 
-def test_blocks_that_do_not_follow_each_other_are_put_together():
+def test_non_contiguous_sequence_blocks_are_gathered():
     whole = step()
     rank = cg.shard(whole, cg.mesh(cp=2), {"x": "b (3 s cp) d"})
     assert rank.sharding.resharded
@@ -210,7 +211,7 @@ def test_blocks_that_do_not_follow_each_other_are_put_together():
 
 # -- models ----------------------------------------------------------------------------------------------------------
 
-#: GQA; windows, sinks and experts; latent attention; relative positions of an encoder and a decoder.
+#: GQA; windows, sinks and experts; latent attention; relative positions in an encoder and a decoder.
 MODELS = {
     "llama-3-8b": {"D": 4, "H": 2, "G": 1, "K": 2, "L": 2, "V": 8, "F": 4},
     "gpt-oss-120b": {"D": 6, "H": 4, "G": 2, "K": 2, "Fe": 6, "E": 3, "k": 2, "L": 2, "V": 8, "W": 2},
@@ -231,22 +232,22 @@ def test_language_models_keep_their_placements(name):
 
 
 @pytest.mark.parametrize("name", [*map(long, MODELS)])
-def test_a_step_of_a_model_leaves_the_same_numbers(name):
+def test_model_step_matches_one_device(name):
     whole = training_step(load(name, symbolic=True, dtype="fp32"), optimizer=cg.SGD())
     rank = cg.parallelize(whole, cp=2, strict=True)
     testing.check_sharded(whole, rank, **MODELS[name], B=1, S=6)
 
 
 @pytest.mark.parametrize("context", ["gather", long("all_to_all"), long("ring")])
-def test_all_axes_together_leave_the_same_numbers(context):
+def test_all_mesh_axes_together_match_one_device(context):
     whole = training_step(load("llama-3-8b", symbolic=True, dtype="fp32"), optimizer=cg.SGD())
     rank = cg.parallelize(whole, dp=2, cp=2, tp=2, zero=3, sequence=True, context=context, strict=True)
     testing.check_sharded(whole, rank, B=2, S=4, D=8, H=4, G=4, K=2, L=2, V=8, F=8)
 
 
 @pytest.mark.parametrize("precision", [None, long("bf16-mixed")])
-def test_layers_exchange_heads_and_what_they_saved_of_them_once_more(precision):
-    """Of the saved result of attention, the gradient of the weights behind it needs all heads of a rank's sequence."""
+def test_layers_repeat_head_exchange_for_saved_attention_output(precision):
+    """The weight gradient after attention needs the saved output with all heads for the rank's sequence shard."""
     model = load("llama-3-8b", symbolic=True, dtype="fp32")
     whole = cg.training_step(model, precision=precision, optimizer=cg.SGD())
     rank = cg.parallelize(whole, cp=N, context="all_to_all", strict=True)
@@ -256,11 +257,11 @@ def test_layers_exchange_heads_and_what_they_saved_of_them_once_more(precision):
     testing.check_sharded(whole, rank, {"cp": 2}, **{**MODELS["llama-3-8b"], "G": 2, "H": 4}, B=1, S=4, N=2)
 
 
-# -- keys and values that pass by ------------------------------------------------------------------------------------
+# -- ring attention --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", [name if name == "flash, rotated" else long(name) for name in FLASH])
-def test_ranks_that_pass_keys_and_values_around_compute_the_same(what):
+def test_ring_attention_matches_one_device(what):
     whole, plain = sharded(what)
     rank = cg.shard(whole, cg.mesh(cp=N), SPLIT, ring="cp", strict=True)
     assert cg.flops(rank) == cg.flops(plain)
@@ -268,30 +269,30 @@ def test_ranks_that_pass_keys_and_values_around_compute_the_same(what):
         testing.check_sharded(whole, rank, **SIZES, N=n)
 
 
-def test_a_ring_sends_each_part_to_the_next_rank():
+def test_ring_sends_each_shard_to_next_rank():
     whole, _ = sharded("flash")
     rank = cg.shard(whole, cg.mesh(cp=N), SPLIT, ring="cp", strict=True)
     part = 4 * B * G * K * S / N
     sent = [(m.phase, m.bytes, m.times) for m in cg.communication(rank).filter(collective="send")]
-    # keys and values go past all ranks in each pass, and a sum for each of them goes once around
+    # keys and values pass all ranks in each pass, and each one's gradient sum goes around once
     assert sent == [("forward", part, N - 1)] * 2 + [("backward", part, N - 1)] * 2 + [("backward", part, N)] * 2
     assert not cg.communication(rank).filter(collective="all_gather").rows
 
 
-def test_a_ring_has_two_parts_in_flight_of_what_goes_around():
+def test_ring_holds_two_shards_in_flight():
     sizes = {"B": 2, "S": 64 * 64, "D": 3, "H": 4, "G": 2, "K": 2}
     whole, plain = sharded("flash")
     rank = cg.shard(whole, cg.mesh(cp=N), SPLIT, ring="cp", strict=True)
-    part = 4 * 2 * 2 * 2 * 64  # of keys, or of values, on one of 64 ranks
+    part = 4 * 2 * 2 * 2 * 64  # one shard of the keys, or the values, on one of 64 ranks
     spaces = cg.timeline(rank, **sizes, N=64).workspaces
     assert spaces["attention"] == 2 * 2 * part
     assert spaces["attention/attention_backward"] == 4 * 2 * part
-    # put together, keys and values of all ranks are there, and both of their gradients: 4 whole ones at the peak
+    # gathered: all keys and values, and both gradients: 4 full tensors at the peak
     saved = cg.peak_memory(plain, **sizes, N=64) - cg.peak_memory(rank, **sizes, N=64)
     assert saved > 3 * 64 * part
 
 
-def test_kernels_work_while_a_ring_sends():
+def test_ring_communication_overlaps_kernels():
     sizes = {"B": 1, "S": 65536, "D": 1024, "H": 16, "G": 16, "K": 64, "N": 8}
     whole, plain = sharded("flash")
     rank = cg.shard(whole, cg.mesh(cp=N), SPLIT, ring="cp", strict=True)
@@ -305,35 +306,35 @@ def test_kernels_work_while_a_ring_sends():
     assert times[0] <= times[1] < cg.seconds(plain, "h100-sxm", **sizes)
 
 
-def test_attention_of_several_ops_puts_keys_and_values_together():
+def test_unfused_attention_gathers_keys_and_values():
     whole, plain = sharded("eager")
     rank = cg.shard(whole, cg.mesh(cp=N), SPLIT, ring="cp", strict=True)
     assert cg.communication(rank).rows == cg.communication(plain).rows
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_of_a_domain_are_pairs_and_there_is_a_key_for_each_query():
-    with pytest.raises(cg.ShapeError, match="domain: ranks 'cp', expected pairs of an axis of a mesh and its ranks"):
+def test_invalid_domain_ranks_raise():
+    with pytest.raises(cg.ShapeError, match=r"domain: ranks 'cp', expected pairs \(mesh axis, number of ranks\)"):
         cg.Domain(True, None, "cp")
     with pytest.raises(cg.ShapeError, match="domain: cp: 0, expected a positive integer"):
         cg.Domain(True, None, (("cp", 0),))
     domain = cg.Domain(True, None, (("cp", 2),))
-    with pytest.raises(cg.ShapeError, match="3 queries on each of 2 ranks, expected as many in all as 7 keys"):
+    with pytest.raises(cg.ShapeError, match="3 queries on each of 2 ranks, expected 7 in total, one per key"):
         domain.points(poly(3), poly(7))
 
 
-def test_an_axis_that_the_mesh_does_not_have_is_refused():
-    with pytest.raises(cg.GraphError, match=r"shard: exchange along 'dp', expected axes of mesh\(cp=2\)"):
+def test_unknown_mesh_axis_raises():
+    with pytest.raises(cg.GraphError, match=r"shard: exchange: unknown axis 'dp', expected axes of mesh\(cp=2\)"):
         cg.shard(model(), cg.mesh(cp=2), SPLIT, exchange="dp")
-    with pytest.raises(cg.GraphError, match=r"shard: ring along 'dp', expected axes of mesh\(cp=2\)"):
+    with pytest.raises(cg.GraphError, match=r"shard: ring: unknown axis 'dp', expected axes of mesh\(cp=2\)"):
         cg.shard(model(), cg.mesh(cp=2), SPLIT, ring="dp")
     with pytest.raises(cg.GraphError, match="parallelize: context is 'round', expected gather or all_to_all or ring"):
         cg.parallelize(model(), cp=2, context="round")
 
 
-def test_the_graph_of_one_rank_is_saved_and_loaded(tmp_path):
+def test_rank_graph_survives_a_file(tmp_path):
     _, rank = sharded("flash, window")
     cg.save(rank, tmp_path / "rank.json")
     loaded = cg.load(tmp_path / "rank.json")
@@ -343,7 +344,7 @@ def test_the_graph_of_one_rank_is_saved_and_loaded(tmp_path):
 
 
 @each("pattern", ["b s t ->", "b s t -> b", "b s t -> b s"])
-def test_a_mean_over_queries_that_see_other_numbers_of_keys_is_none_of_means(pattern):
+def test_mean_over_unequal_domain_rows_is_not_a_mean_of_means(pattern):
     with cg.Graph("scores") as g:
         q, k = g.input("q", (2, S, 3)), g.input("k", (2, S, 3))
         seen = cg.einsum(q, k, "b s d, b t d -> b s t", domain=cg.Domain(causal=True), over=("s", "t"))
@@ -355,19 +356,19 @@ def test_a_mean_over_queries_that_see_other_numbers_of_keys_is_none_of_means(pat
 @pytest.mark.parametrize(
     ("placements", "collectives"),
     [
-        # each query has a part of its keys on every rank: their largest score, the sum of the exponentials and that of
-        # the values are put together, as in decoding over a split cache
+        # each query sees a shard of its keys on every rank: the maximum score, the sum of exponentials and the weighted
+        # sum of values are reduced, as in decoding over a sharded cache
         ({"k": "b h (t cp) k", "v": "b h (t cp) k"}, ["all_reduce"] * 3),
         ({"k": "b h (t cp) k"}, ["all_reduce"] * 3),
         ({"v": "b h (t cp) k"}, ["all_reduce"]),
-        # scores lie along one axis of the mesh, and values along the other
+        # scores are sharded along one mesh axis, and values along the other
         (
             {"k": "b h (t cp) k", "v": "b h (t x) k"},
             ["all_reduce", "all_reduce", "all_gather", "all_reduce", "all_reduce"],
         ),
     ],
 )
-def test_keys_may_be_split_beside_whole_queries(placements, collectives):
+def test_sharded_keys_with_replicated_queries(placements, collectives):
     with cg.Graph("decode") as g:
         q, k, v = (g.input(n, (B, H, t, K)) for n, t in (("q", S), ("k", W), ("v", W)))
         g.output(cg.attention(q, k, v, causal=False))
@@ -386,8 +387,8 @@ def test_keys_may_be_split_beside_whole_queries(placements, collectives):
         ("b h (s x y) k", "(b x) h (s y) k", "b h (s y x) k"),
     ],
 )
-def test_queries_of_a_domain_that_two_axes_of_a_mesh_split(q, k, v, window):
-    """The innermost axis is put together first: what is left on a rank is one block of queries at every step."""
+def test_domain_queries_sharded_over_two_mesh_axes(q, k, v, window):
+    """The innermost axis is gathered first, so that a rank holds one contiguous query block at every step."""
     B, H, S, K = cg.dims("B H S K")
     with cg.Graph("g", dtype="fp64") as g:
         y = cg.attention(*(g.param(name, (B, H, S, K)) for name in "qkv"), causal=True, window=window)

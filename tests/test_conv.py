@@ -34,7 +34,7 @@ CASES = [
 
 @each("case", CASES)
 @each("bias", [False, True])
-def test_shapes_and_flops_are_torchs_and_each_input_element_is_read_once(case, bias):
+def test_conv_matches_torch_and_reads_each_input_once(case, bias):
     rank, size, channels, out, window, stride, padding, dilation, groups = case
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     run = (torch.conv1d, torch.conv2d, torch.conv3d)[rank - 1]
@@ -67,7 +67,7 @@ def test_shapes_and_flops_are_torchs_and_each_input_element_is_read_once(case, b
 
 
 @pytest.mark.parametrize(("stride", "padding", "dilation"), [(1, 1, 1), (2, 3, 1), (3, 0, 2), (1, "same", 3)])
-def test_symbolic_sizes_become_torchs_when_bound(stride, padding, dilation):
+def test_symbolic_conv_sizes_match_torch_when_bound(stride, padding, dilation):
     options = {"stride": stride, "padding": padding, "dilation": dilation}
     with cg.Graph("g") as g:
         g.output(cg.conv(g.input("x", (B, C, H, W)), pattern(2), window=(3, 5), o=O, **options))
@@ -77,7 +77,7 @@ def test_symbolic_sizes_become_torchs_when_bound(stride, padding, dilation):
         assert cg.matmul_flops(g, B=2, C=3, H=h, W=w, O=7) == theirs
 
 
-def test_flops_are_two_for_each_output_point_window_position_and_input_channel():
+def test_conv_flops_match_closed_form():
     with cg.Graph("g") as g:
         y = cg.conv(g.input("x", (B, C, H, W)), pattern(2), window=3, padding=1, o=O)
         g.output(y)
@@ -98,7 +98,7 @@ def test_depthwise_convolution_with_symbolic_groups():
     [(1, (11,), 3, None, 0), (2, (11, 13), (2, 3), (1, 2), 1), (2, (14, 14), 3, 2, 1), (3, (5, 7, 9), 2, None, 0)],
 )
 @each("operation", ["max", "mean"])
-def test_pooling_has_torchs_shapes_and_one_flop_a_window_element(operation, rank, size, window, stride, padding):
+def test_pooling_matches_torch_shapes_with_one_flop_per_window_element(operation, rank, size, window, stride, padding):
     name = {"max": "max_pool", "mean": "avg_pool"}[operation]
     run = getattr(torch.nn.functional, f"{name}{rank}d")
     expected = run(torch.ones(2, 3, *size), window, stride=stride, padding=padding).shape
@@ -115,8 +115,8 @@ def test_pooling_has_torchs_shapes_and_one_flop_a_window_element(operation, rank
     ("call", "error", "text"),
     [
         (lambda x: cg.conv(3, "b c h w -> b o h w", window=3, o=5), GraphError, "conv: x is 3, expected a tensor"),
-        (lambda x: cg.conv(x, "b c h w -> b c h w", window=3, o=5), PatternError, "expected one channel replaced"),
-        (lambda x: cg.conv(x, "b c h w -> b o w h", window=3, o=5), PatternError, "expected one channel replaced"),
+        (lambda x: cg.conv(x, "b c h w -> b c h w", window=3, o=5), PatternError, "expected one channel axis replaced"),
+        (lambda x: cg.conv(x, "b c h w -> b o w h", window=3, o=5), PatternError, "expected one channel axis replaced"),
         (lambda x: cg.conv(x, "b c (h w) -> b o (h w)", window=3, o=5), PatternError, "expected single named axes"),
         (lambda x: cg.conv(x, "b c h -> b o h", window=3, o=5), ShapeError, "has 4 axes, the pattern .* has 3"),
         (lambda x: cg.conv(x, "b c h w -> b o h w", window=3), ShapeError, r"sizes given for \[\], expected o=..."),
@@ -142,19 +142,19 @@ def test_pooling_has_torchs_shapes_and_one_flop_a_window_element(operation, rank
         (lambda x: cg.conv(x, "b c h w -> b o h w", window=3, padding="same", stride=2, o=5), ShapeError,
          "expected a stride of 1"),
         (lambda x: cg.conv(x, "b c h w -> b o h w", window=11, o=5), ShapeError,
-         "window of 11 on axis 2 .*: expected it to fit"),
+         "window of 11 on axis 2 .*: larger than the padded axis"),
         (lambda x: cg.conv(x, "b c h w -> b o h w", window=3, bias=None, o=5), GraphError,
          "bias is None, expected True or False"),
         (lambda x: cg.nn.pool(x, "sum", window=2), GraphError, "operation 'sum', expected one of max, mean"),
         (lambda x: cg.nn.pool(3, "max", window=2), GraphError, "pool: x is 3, expected a tensor"),
-        (lambda x: cg.nn.pool(x, "max", window=()), ShapeError, "expected one axis at least"),
-        (lambda x: cg.nn.pool(x, "max", window=11), ShapeError, "expected it to fit, padding included"),
+        (lambda x: cg.nn.pool(x, "max", window=()), ShapeError, "expected at least one axis"),
+        (lambda x: cg.nn.pool(x, "max", window=11), ShapeError, "larger than the padded axis, expected a smaller one"),
         (lambda x: cg.nn.pool(x, "max", window=2, padding=2), ShapeError,
          "padding 2, expected at most half of the window of 2"),
         (lambda x: cg.nn.pool(x, "max", window=(1,) * 5), ShapeError, "window of 5 axes, expected at least as many"),
     ],
 )  # fmt: skip
-def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):
+def test_errors_name_place_value_and_expectation(call, error, text):
     with cg.Graph("g") as g:
         x = g.input("x", (2, 4, 9, 9))
         with pytest.raises(error, match=text):
@@ -164,21 +164,21 @@ def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, te
 @pytest.mark.parametrize("window", [(1, 1), (2, 2), (2, 4), (4, 3), (3, 6), (5, 5)])
 @pytest.mark.parametrize("dilation", [1, 2])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
-def test_same_keeps_the_size_with_windows_of_any_size(window, dilation):
+def test_same_padding_keeps_the_size(window, dilation):
     shapes = (2, 3, 11, 13), (5, 3, *window)
     options = {"padding": "same", "dilation": dilation}
     theirs = counted(lambda x, w: torch.conv2d(x, w, **options), *shapes)
     g, y = graph_of(lambda x: cg.conv(x, "b c h w -> b o h w", window=window, o=5, **options), shapes[0])
     assert y.shape == (2, 5, 11, 13)
     assert cg.matmul_flops(g) == theirs
-    # every position is within a window, or beside one in the padding
+    # every input position is inside a window, next to padding at most
     assert cg.costs(g).filter(direction="read").total().read <= 4 * (2 * 3 * 11 * 13 + 5 * 3 * window[0] * window[1])
 
 
 @pytest.mark.parametrize(
     ("size", "window", "padding", "stride"), [(9, 9, 0, 1), (7, 9, 1, 1), (9, 9, 0, 5), (1, 1, 0, 1)]
 )
-def test_a_window_as_large_as_its_axis_has_one_place(size, window, padding, stride):
+def test_window_spanning_its_axis_has_one_position(size, window, padding, stride):
     options = {"stride": stride, "padding": padding}
     expected = torch.conv1d(torch.ones(2, 3, size), torch.ones(5, 3, window), **options).shape
     g, y = graph_of(lambda x: cg.conv(x, "b c w -> b o w", window=window, o=5, **options), (2, 3, size))
@@ -190,15 +190,15 @@ def test_a_window_as_large_as_its_axis_has_one_place(size, window, padding, stri
 @pytest.mark.parametrize(
     "pattern", ["b h w c -> b h w o", "h w c -> h w o", "c -> o", "b c h w -> b o h", "b c h -> b o h w"]
 )
-def test_a_channel_that_no_axis_follows_is_refused(pattern):
+def test_channel_without_a_spatial_axis_raises(pattern):
     shape = tuple(range(7, 7 + len(pattern.split("->")[0].split())))
-    with cg.Graph("g") as g, pytest.raises(PatternError, match="expected one channel replaced"):
+    with cg.Graph("g") as g, pytest.raises(PatternError, match="expected one channel axis replaced"):
         cg.conv(g.input("x", shape), pattern, window=3, o=5)
 
 
 @pytest.mark.parametrize("shape", [(9, 9), (3, 9, 9), (2, 3, 9, 9)])
 @pytest.mark.parametrize("operation", ["max", "mean"])
-def test_a_pool_needs_no_other_axes_than_those_of_its_window(shape, operation):
+def test_pool_over_window_axes_only(shape, operation):
     run = {"max": torch.max_pool2d, "mean": torch.nn.functional.avg_pool2d}[operation]
     expected = run(torch.ones(1, *shape) if len(shape) == 2 else torch.ones(shape), 2).shape[-len(shape) :]
     g, y = graph_of(lambda x: cg.nn.pool(x, operation, window=(2, 2)), shape)
@@ -206,6 +206,6 @@ def test_a_pool_needs_no_other_axes_than_those_of_its_window(shape, operation):
     assert cg.flops(g) == expected.numel() * 4
 
 
-def test_a_bias_is_added_once_for_each_output():
+def test_bias_adds_one_flop_per_output():
     g, _ = graph_of(lambda x: cg.conv(x, "b c w -> b o w", window=3, o=5, bias=True), (2, 3, 11))
     assert cg.flops(g) - cg.matmul_flops(g) == 2 * 5 * 9

@@ -1,4 +1,4 @@
-"""The table of costs, and the formats that ops calculate in."""
+"""The cost table and the dtypes in which ops compute."""
 
 import pytest
 from each import each
@@ -28,7 +28,7 @@ def model():
 SIZES = {"B": 3, "D": 5, "F": 7, "L": 11}
 
 
-def test_rows_add_up_to_the_totals(model):
+def test_rows_sum_to_totals(model):
     table = cg.costs(model)
     assert len(table) == len(list(table))
     for question, total in (
@@ -44,19 +44,19 @@ def test_filters_by_kind_scope_direction_and_format(model):
     assert table.filter(kind="matmul").total().flops == 11 * 2 * (2 * 3 * 5 * 7)
     assert table.filter(scope="layers/mlp/up").total().flops == 11 * 2 * 3 * 5 * 7
     assert table.filter(scope="layers").total().matmul == 11 * 2 * (2 * 3 * 5 * 7)
-    assert table.filter(scope="lay").total().flops == 0  # a prefix of text is no scope
+    assert table.filter(scope="lay").total().flops == 0  # a scope filter is no text prefix
     assert table.filter(dtype="fp32", direction="write").total().written == 4 * 15
     assert table.filter(op="cast").total().bytes == 2 * 15 + 4 * 15
     assert table.filter(kind=lambda k: k != "matmul", direction="compute").total().flops == 11 * (5 * 21 + 15) + 5 * 15
 
 
-def test_bytes_of_a_kernel_stand_beside_the_flops_of_its_body(model):
+def test_kernel_bytes_join_the_flops_of_its_body(model):
     softmax = cg.costs(model, **SIZES).filter(scope="softmax").total()
     assert softmax.flops == 5 * 15
     assert softmax.bytes == 2 * 2 * 15
 
 
-def test_groups_split_the_table(model):
+def test_groups_partition_the_table(model):
     table = cg.costs(model, **SIZES)
     by_kind = table.group("kind").total()
     assert sum(c.flops for c in by_kind.values()) == table.total().flops
@@ -66,7 +66,7 @@ def test_groups_split_the_table(model):
     assert table.group("direction")["read"].total().read == table.total().read
 
 
-def test_binding_a_table_is_asking_with_sizes(model):
+def test_binding_a_table_matches_querying_with_sizes(model):
     assert cg.costs(model).bind(**SIZES).total() == cg.costs(model, **SIZES).total()
     assert cg.costs(model).group("kind").bind(**SIZES).total() == cg.costs(model, **SIZES).group("kind").total()
     partly = cg.costs(model).bind(L=11).bind(B=3, D=5, F=7)
@@ -79,18 +79,18 @@ def test_costs_are_additive():
     assert ((a + b).flops, (a + b).bytes) == (66, 99)
 
 
-def test_rows_hold_numbers_once_all_is_bound(model):
+def test_fully_bound_rows_hold_numbers(model):
     assert all(isinstance(row.value, int) for row in cg.costs(model, **SIZES))
     assert {row.direction for row in cg.costs(model)} == {"compute", "read", "write"}
 
 
-def test_answers_are_ints_or_floats_once_bound(model):
+def test_bound_answers_are_ints_or_floats(model):
     assert type(cg.flops(model, **SIZES)) is int
     assert type(cg.intensity(model, **SIZES)) is float
     assert cg.intensity(model, **SIZES) == cg.flops(model, **SIZES) / cg.bytes_moved(model, **SIZES)
 
 
-def test_asking_twice_and_in_any_order_gives_the_same(model):
+def test_repeated_queries_give_the_same_answers(model):
     first = cg.flops(model), cg.bytes_moved(model), cg.peak_memory(model)
     assert (cg.flops(model), cg.bytes_moved(model), cg.peak_memory(model)) == first
     with model:
@@ -117,10 +117,10 @@ def test_asking_twice_and_in_any_order_gives_the_same(model):
         (lambda g: cg.matmul_flops(g, "half"), GraphError, "count 'half', expected one of executed, full"),
         (lambda g: cg.matmul_flops(g, []), GraphError, "matmul_flops: count is .*, expected text"),
         (lambda g: cg.bytes_moved(g, 1), GraphError, "bytes_moved: fused is 1, expected True or False"),
-        (lambda g: cg.flops(g, Q=3), BindingError, "'Q' is no dimension of graph 'model'"),
+        (lambda g: cg.flops(g, Q=3), BindingError, "'Q' is not a dimension of graph 'model'"),
     ],
 )  # fmt: skip
-def test_refusals_name_the_place_the_value_and_what_was_expected(model, call, error, text):
+def test_errors_name_place_value_and_expectation(model, call, error, text):
     with pytest.raises(error, match=text):
         call(model)
 
@@ -132,14 +132,14 @@ def formats(g, op, direction):
 @pytest.mark.parametrize(
     ("left", "right", "result", "computed"),
     [
-        ("bf16", "bf16", "fp32", "bf16"),  # the operands', not the result's
+        ("bf16", "bf16", "fp32", "bf16"),  # from the operands, not the result
         ("bf16", "fp32", "bf16", "fp32"),  # the common one
         ("fp32", "bf16", "bf16", "fp32"),
-        ("int8", "bf16", "fp32", "bf16"),  # whole numbers have no say beside floats
-        ("int8", "int8", "int32", "int8"),  # no floats: sums are wider than what the unit takes
+        ("int8", "bf16", "fp32", "bf16"),  # floats win over integers
+        ("int8", "int8", "int32", "int8"),  # no floats: the operand dtype counts, although sums are wider
     ],
 )
-def test_an_op_calculates_in_the_common_format_of_its_floating_operands(left, right, result, computed):
+def test_op_computes_in_promoted_float_operand_dtype(left, right, result, computed):
     with cg.Graph("g") as g:
         x, w = g.input("x", (B, D), dtype=left), g.input("w", (D, F), dtype=right)
         g.output(cg.einsum(x, w, "b d, d f -> b f", dtype=result, name="up"))
@@ -148,7 +148,7 @@ def test_an_op_calculates_in_the_common_format_of_its_floating_operands(left, ri
     assert formats(g, "up", "write") == {result}
 
 
-def test_without_floating_operands_the_first_result_has_the_format():
+def test_op_without_float_operands_computes_in_result_dtype():
     with cg.Graph("g") as g:
         ids = g.input("ids", (7,), dtype="int32")
         g.output(*cg.opaque("op", [ids], [((3,), "int32"), ((5,), "fp32")], flops=11))
@@ -156,7 +156,7 @@ def test_without_floating_operands_the_first_result_has_the_format():
     assert formats(g, "op", "write") == {"int32", "fp32"}
 
 
-def test_the_result_of_mixed_operands_has_their_common_format():
+def test_mixed_operands_promote_result_dtype():
     with cg.Graph("g", dtype="bf16") as g:
         x, w, v = g.input("x", (3, 5)), g.input("w", (5, 7), dtype="fp32"), g.input("v", (7, 2))
         assert cg.einsum(x, w, "b d, d f -> b f").dtype.name == "fp32"
@@ -164,7 +164,7 @@ def test_the_result_of_mixed_operands_has_their_common_format():
         assert cg.einsum(x, w, v, "b d, d f, f k -> b k").dtype.name == "fp32"
 
 
-def test_bytes_have_the_first_kind_of_flops_that_their_op_has():
+def test_bytes_are_attributed_to_first_flop_kind_of_op():
     with cg.Graph("g") as g:
         q, k, v = (g.input(n, (2, 3, 5, 7)) for n in "qkv")
         y = cg.attention(q, k, v, causal=True, kernel="flash", name="flash")
@@ -177,12 +177,12 @@ def test_bytes_have_the_first_kind_of_flops_that_their_op_has():
             kinds.setdefault(row.op.split("/")[-1], set()).add(row.kind)
             assert row.value > 0
     assert kinds["concat"] == kinds["cast"] == {"data"}
-    assert kinds["exp"] == {"transcendental"}  # one exp for each element, and nothing else
+    assert kinds["exp"] == {"transcendental"}  # one exp per element only
     assert kinds["gelu"] == kinds["softmax"] == {"pointwise"}
-    assert kinds["flash"] == kinds["matmul"] == {"matmul"}  # of what is fused into it, too
+    assert kinds["flash"] == kinds["matmul"] == {"matmul"}  # including the work fused into it
 
 
-def test_what_is_free_has_no_row():
+def test_free_ops_have_no_row():
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (2, 3)).T))
     assert {(row.op, row.direction) for row in cg.costs(g)} == {("relu", d) for d in ("compute", "read", "write")}
@@ -191,10 +191,10 @@ def test_what_is_free_has_no_row():
 # -- intensity ---------------------------------------------------------------------------------------------------------
 
 
-def test_intensity_is_free_of_sizes_that_cancel():
+def test_intensity_cancels_common_sizes():
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.relu(cg.relu(g.input("x", (B, D)))))
-    assert cg.intensity(g) == 0.25  # two FLOPs for two reads and two writes of two bytes
+    assert cg.intensity(g) == 0.25  # two FLOPs; two reads and two writes, two bytes each
     assert cg.intensity(g, fused=True) == 0.5
 
 
@@ -220,7 +220,7 @@ def many_terms():
 
 @pytest.mark.parametrize("build", [convolution, product, many_terms])
 @pytest.mark.parametrize("fused", [False, True])
-def test_intensity_is_flops_for_each_byte_with_floors_and_with_many_terms(build, fused):
+def test_intensity_is_flops_per_byte_for_complex_formulas(build, fused):
     g, sizes = build()
     expected = cg.flops(g, **sizes) / cg.bytes_moved(g, fused, **sizes)
     assert cg.intensity(g, fused, **sizes) == pytest.approx(expected, rel=1e-15)
@@ -231,15 +231,15 @@ def test_intensity_is_flops_for_each_byte_with_floors_and_with_many_terms(build,
 # -- contraction orders ------------------------------------------------------------------------------------------------
 
 
-def test_eight_operands_need_no_order():
+def test_eight_operand_einsum_needs_no_order():
     with cg.Graph("g") as g:
         g.output(
             cg.einsum(*(g.input(f"x{i}", (3, 3)) for i in range(8)), "a b, b c, c d, d e, e f, f g, g h, h i -> a i")
         )
-    assert cg.flops(g) == 7 * 2 * 3**3  # any order of seven products of 3 by 3
+    assert cg.flops(g) == 7 * 2 * 3**3  # any order needs seven 3-by-3 products
 
 
-def test_an_index_beside_plain_axes_needs_a_second_operand_too():
+def test_affine_index_with_plain_axes_needs_second_operand():
     with cg.Graph("g") as g:
         x = g.input("x", (7, 5))
         with pytest.raises(cg.PatternError, match="needs a second operand"):

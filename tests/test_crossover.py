@@ -1,4 +1,4 @@
-"""Crossovers of stated amounts: the size at which they are equal is put in, and has to come out."""
+"""Crossover sizes: ops with declared costs cross at a known size, which the search must find."""
 
 import math
 import random
@@ -28,15 +28,15 @@ bandwidth = { value = 1, unit = "TB/s", source = ["HAND"] }
 
 
 @pytest.fixture
-def own(tmp_path):
-    """A device on which a byte takes as long as 10 FLOPs."""
+def device_file(tmp_path):
+    """A device on which moving one byte takes as long as 10 FLOPs."""
     path = tmp_path / "own.toml"
     path.write_text(TOML)
     return str(path)
 
 
 def stated(flops, *shape):
-    """An op that reads and writes 4 bytes for each element, which is 80 FLOPs of time, and does what is stated."""
+    """An op with the declared FLOPs that reads and writes 4 bytes per element, worth 80 FLOPs of time."""
     with cg.Graph("stated", dtype="fp32") as g:
         (y,) = cg.opaque("op", [g.input("x", shape)], [(shape, "fp32")], flops={"matmul": flops})
         g.output(y)
@@ -44,114 +44,114 @@ def stated(flops, *shape):
 
 
 @each("turn", [2, 3, 7, 8, 9, 2**31 - 1, 2**58 + 5, 2**59, 2**59 + 12345, 2**60 - 1, 2**60])
-def test_a_search_finds_the_size_that_was_put_in(own, turn):
-    # N^5 / turn^2 against N^3: the same at N = turn, compute-bound from there on
+def test_search_finds_the_known_crossover(device_file, turn):
+    # N^5 / turn^2 against N^3: equal at N = turn, compute-bound above
     g = stated(80 * N**5 / turn**2, N, N, N)
-    assert cg.crossover(g, own, "N") == turn
+    assert cg.crossover(g, device_file, "N") == turn
 
 
 @each("turn", [2, 3, 7, 100, 2**40 + 1])
-def test_a_search_finds_where_growth_makes_it_memory_bound(own, turn):
-    # turn^2 * N against N^3: the same at N = turn, and memory-bound from the next size on
-    assert cg.crossover(stated(80 * turn**2 * N, N, N, N), own, "N") == turn + 1
+def test_search_finds_change_to_memory_bound(device_file, turn):
+    # turn^2 * N against N^3: equal at N = turn, memory-bound above
+    assert cg.crossover(stated(80 * turn**2 * N, N, N, N), device_file, "N") == turn + 1
 
 
-def test_a_search_without_a_change_says_which_bound_it_is(own):
-    # N^5 - N^3 + N is positive for each size
+def test_search_without_crossover_reports_the_bound(device_file):
+    # N^5 - N^3 + N is positive at each size
     above = N**5 - N**3 + N
-    assert cg.crossover(stated(80 * (N**3 + above), N, N, N), own, "N") == 0
-    assert cg.crossover(stated(80 * (N**3 - above), N, N, N), own, "N") == math.inf
-    # it changes beyond every size that is looked at
-    assert cg.crossover(stated(80 * N**5 / (2**60 + 1) ** 2, N, N, N), own, "N") == math.inf
+    assert cg.crossover(stated(80 * (N**3 + above), N, N, N), device_file, "N") == 0
+    assert cg.crossover(stated(80 * (N**3 - above), N, N, N), device_file, "N") == math.inf
+    # the change lies beyond the search range
+    assert cg.crossover(stated(80 * N**5 / (2**60 + 1) ** 2, N, N, N), device_file, "N") == math.inf
 
 
-def test_sums_that_cancel_leave_no_power_behind(own):
-    # 80*N^2*B of both: the rest is N^2 against nothing
-    assert cg.crossover(stated(80 * N**2 * B + N**2, N, N, B), own, "N", B=3) == 0
-    assert cg.crossover(stated(80 * N**2 * B, N, N, B), own, "N") == 0
-    assert cg.crossover(stated(80 * N**2 * B - N**2, N, N, B), own, "N") == math.inf
+def test_cancelling_terms_leave_no_power(device_file):
+    # 80*N^2*B on both sides cancels: N^2 remains on one side
+    assert cg.crossover(stated(80 * N**2 * B + N**2, N, N, B), device_file, "N", B=3) == 0
+    assert cg.crossover(stated(80 * N**2 * B, N, N, B), device_file, "N") == 0
+    assert cg.crossover(stated(80 * N**2 * B - N**2, N, N, B), device_file, "N") == math.inf
 
 
-def test_a_ratio_of_two_sums_is_a_formula_in_the_other_sizes(own):
+def test_crossover_is_a_formula_in_open_sizes(device_file):
     # N^3 * 80 / 7 against N^2 * M * 80: equal at N = 7*M
     g = stated(80 * N**3 / 7, N, N, M)
-    assert cg.crossover(g, own, "N") == 7 * M
-    assert cg.crossover(g, own, "N", M=11) == 77
-    # the other way round: more M makes it memory-bound
-    assert cg.crossover(g, own, "M") == N / 7
+    assert cg.crossover(g, device_file, "N") == 7 * M
+    assert cg.crossover(g, device_file, "N", M=11) == 77
+    # reversed: larger M makes it memory-bound
+    assert cg.crossover(g, device_file, "M") == N / 7
     with pytest.raises(cg.UnsupportedError, match=r"no closed form for N in .* expected sizes for M"):
-        cg.crossover(stated(80 * N**4 / 7, N, N, M), own, "N")
+        cg.crossover(stated(80 * N**4 / 7, N, N, M), device_file, "N")
     # N^4 / 7 against N^2 * 28: N^2 = 196
-    assert cg.crossover(stated(80 * N**4 / 7, N, N, M), own, "N", M=28) == 14
+    assert cg.crossover(stated(80 * N**4 / 7, N, N, M), device_file, "N", M=28) == 14
 
 
-def test_an_op_is_asked_alone_and_a_graph_all_together(own):
+def test_crossover_for_one_op_or_whole_graph(device_file):
     with cg.Graph("two", dtype="fp32") as g:
         x = g.input("x", (N, N, N))
         (y,) = cg.opaque("a", [x], [((N, N, N), "fp32")], flops={"matmul": 80 * N**4 / 5})
         (z,) = cg.opaque("b", [y], [((N, N, N), "fp32")], flops={"matmul": 80 * N**4 / 7})
         g.output(z)
     first, second = g.ops
-    assert (cg.crossover(first, own, "N"), cg.crossover(second, own, "N")) == (5, 7)
+    assert (cg.crossover(first, device_file, "N"), cg.crossover(second, device_file, "N")) == (5, 7)
     # N/5 + N/7 = 2
-    assert cg.crossover(g, own, "N") == pytest.approx(2 * 35 / 12, rel=1e-12)
-    assert cg.crossover(first, cg.load_hardware(own), "N") == 5
+    assert cg.crossover(g, device_file, "N") == pytest.approx(2 * 35 / 12, rel=1e-12)
+    assert cg.crossover(first, cg.load_hardware(device_file), "N") == 5
 
 
-def test_a_size_inside_a_rounding_is_searched_for(own):
+def test_crossover_inside_rounding_is_searched(device_file):
     # N^3 * ceil(N / 7) against N^2 * 60: 19 * 3 is below 60, 20 * 3 is not
     g = stated(80 * N**3 * sympy.ceiling(N / 7), N, N, 60)
-    assert cg.crossover(g, own, "N") == 20
+    assert cg.crossover(g, device_file, "N") == 20
     with pytest.raises(cg.UnsupportedError, match=r"no closed form for N in .* expected sizes for M"):
-        cg.crossover(stated(80 * N**3 * sympy.ceiling(N / 7), N, N, M), own, "N")
+        cg.crossover(stated(80 * N**3 * sympy.ceiling(N / 7), N, N, M), device_file, "N")
 
 
-def test_a_default_of_the_size_that_is_asked_for_does_not_count(own):
+def test_default_of_the_swept_size_is_ignored(device_file):
     g = stated(80 * N**3 / 7, N, N, M)
     with g:
         g.defaults.update(N=3, M=2)
-    assert cg.crossover(g, own, "N") == 14
-    assert cg.crossover(g, own, "N", M=11) == 77
+    assert cg.crossover(g, device_file, "N") == 14
+    assert cg.crossover(g, device_file, "N", M=11) == 77
 
 
-# -- with other sizes open ---------------------------------------------------------------------------------------------
+# -- open sizes --------------------------------------------------------------------------------------------------------
 
 
 def ops_of(graph):
-    """Ops that take time themselves, kernels as a whole."""
+    """Ops with a time in their own right; kernels count as one op."""
     names = {row.op for row in cg.roofline(graph, "h100-sxm").rows}
     return [op for op in graph.walk() if op.name in names]
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "bert-base"])
-def test_a_formula_of_open_sizes_is_where_the_numbers_change(name):
+def test_open_size_formula_matches_numeric_crossover(name):
     model, pick, device = load(name, symbolic=True), random.Random(name), cg.load_hardware("h100-sxm")
     preset, met = load(name).defaults, 0
     for op in ops_of(model)[-9:]:
-        found = cg.crossover(op, device, "B")
+        crossover = cg.crossover(op, device, "B")
         for _ in range(3):
             sizes = {n: max(1, pick.choice((v // 4, v, 3 * v))) for n, v in preset.items() if n in ("F", "V", "L")}
             sizes = {**preset, **sizes, "S": pick.randrange(1, 400)}
             number = cg.crossover(op, device, "B", **sizes)
-            used = {s.name: sizes[s.name] for s in getattr(found, "free_symbols", ())}
-            at = cg.evaluate(found, **used) if used else found
+            used = {s.name: sizes[s.name] for s in getattr(crossover, "free_symbols", ())}
+            at = cg.evaluate(crossover, **used) if used else crossover
             if number not in (0, math.inf):
                 assert at == pytest.approx(number, rel=1e-12)
                 met += 1
-            else:  # bound alike at every size: no size is below 1
+            else:  # the bound never changes: no size is below 1
                 assert at in (number, sympy.oo) or at < 1
     assert met >= 5
 
 
-def test_what_has_no_closed_form_needs_the_others(own):
+def test_crossover_without_closed_form_requires_other_sizes(device_file):
     g = stated(80 * N**5 / M**2, N, N, N)
     with pytest.raises(cg.UnsupportedError, match=r"no closed form for N in .*, expected sizes for M"):
-        cg.crossover(g, own, "N")
-    assert cg.crossover(g, own, "N", M=101) == 101
-    # 80 N (N - M) of compute against 80 N of memory: the same at N = M + 1
+        cg.crossover(g, device_file, "N")
+    assert cg.crossover(g, device_file, "N", M=101) == 101
+    # 80 N (N - M) compute against 80 N memory: equal at N = M + 1
     with cg.Graph("g", dtype="fp32") as g:
         (y,) = cg.opaque("op", [g.input("x", (N,))], [((N,), "fp32")], flops={"matmul": 80 * N * cg.Max(0, N - M)})
         g.output(y)
     with pytest.raises(cg.UnsupportedError, match="expected sizes for M"):
-        cg.crossover(g, own, "N")
-    assert cg.crossover(g, own, "N", M=7) == 8
+        cg.crossover(g, device_file, "N")
+    assert cg.crossover(g, device_file, "N", M=7) == 8

@@ -1,4 +1,4 @@
-"""The documentation: formulas derived on the page, and a reference that leaves no public name out."""
+"""Documentation: formulas derived at build time and a reference that lists every public name."""
 
 import base64
 import re
@@ -49,7 +49,7 @@ PAGE = """# Page
 
 
 def build(folder, page, **others):
-    """Build a site of a page, and of others by their names, each of which is built whatever fails in another one."""
+    """Build a site with a page and named others; a failure in one page does not stop the others."""
     (folder / "conf.py").write_text(CONF)
     for name, text in {"index": page, **others}.items():
         (folder / f"{name}.md").write_text(text if name == "index" else f"---\norphan: true\n---\n\n{text}")
@@ -59,7 +59,7 @@ def build(folder, page, **others):
 
 
 def formulas(page):
-    """Text of each block of mathematics."""
+    """Return the text of each math block."""
     blocks = re.findall(r'<div class="math">(.*?)</div>', page.read_text(encoding="utf-8"), re.DOTALL)
     return ["".join(re.sub(r"<[^>]*>", "", b).split()) for b in blocks]
 
@@ -81,7 +81,7 @@ DRAWN = """# Page
 
 
 @needs_sphinx
-def test_a_formula_is_evaluated_where_it_stands_and_a_picture_is_drawn_into_the_page(tmp_path):
+def test_formulas_and_plots_render_in_the_page(tmp_path):
     pytest.importorskip("matplotlib")
     code, said, page = build(tmp_path, PAGE, drawn=DRAWN)
     assert code == 0, said
@@ -92,7 +92,7 @@ def test_a_formula_is_evaluated_where_it_stands_and_a_picture_is_drawn_into_the_
     assert base64.b64decode(drawn).startswith(b"\x89PNG")
 
 
-#: Pages that fail, each for its own reason: the warnings of a build name the page.
+#: Failing pages with one reason each: build warnings name the page.
 FAILING = {
     "unknown_name": (
         PAGE.replace("{derived} size\n```", "{derived} width\n```"), "NameError: name 'width' is not defined",
@@ -108,10 +108,10 @@ FAILING = {
 
 
 @needs_sphinx
-def test_what_cannot_be_derived_or_drawn_fails_the_build(tmp_path):
+def test_failing_formula_or_plot_fails_the_build(tmp_path):
     code, said, _ = build(tmp_path, "# Page\n", **{name: page for name, (page, _) in FAILING.items()})
     assert code != 0
-    # a warning is one of a page, up to that of another one
+    # a warning's text extends to the next page's warning
     starts = r"^\S*?(\w+)\.md\S* (?:WARNING|ERROR): "
     _, *parts = re.split(starts, said, flags=re.MULTILINE)
     warnings = dict(zip(parts[::2], parts[1::2], strict=True))
@@ -121,7 +121,7 @@ def test_what_cannot_be_derived_or_drawn_fails_the_build(tmp_path):
 
 
 @needs_sphinx
-def test_a_long_sum_keeps_all_its_terms():
+def test_long_sums_keep_all_terms():
     sys.path.insert(0, str(DOCS / "_ext"))
     try:
         from derived import TERMS_A_LINE, latex
@@ -135,9 +135,9 @@ def test_a_long_sum_keeps_all_its_terms():
     assert on_one_line == sympy.latex(total).replace(" ", "")
 
 
-#: A directive that documents an object on the page.
+#: A directive that documents an object on its page.
 ENTRY = re.compile(r"^\.\. auto\w+:: ([\w.]+)$", re.MULTILINE)
-#: A table of objects of a module, for each of which Sphinx writes a page.
+#: A table listing a module's objects; Sphinx writes a page for each.
 TABLE = re.compile(
     r"^\.\. currentmodule:: ([\w.]+)\n\n\.\. autosummary::\n   :toctree: generated\n   :nosignatures:\n\n"
     r"((?:   ~?[\w.]+\n)+)",
@@ -146,7 +146,7 @@ TABLE = re.compile(
 
 
 def listed():
-    """Names that the pages of the reference document."""
+    """Names that the reference documents."""
     pages = [page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md")]
     names = [name for page in pages for name in ENTRY.findall(page)]
     for module, rows in (found for page in pages for found in TABLE.findall(page)):
@@ -154,7 +154,7 @@ def listed():
     return {name.removeprefix("costgraph.") for name in names}
 
 
-#: Layers that are listed by their short names.
+#: Layers listed by their short names.
 TWICE = {f"nn.{name}" for name in set(costgraph.__all__) & set(costgraph.nn.__all__)}
 
 
@@ -163,15 +163,15 @@ def test_every_public_name_is_in_the_reference():
 
 
 def entries(page):
-    """Pages in the toctrees of a page and, recursively, in the toctrees of these."""
+    """Return pages in the toctrees of a page, recursively."""
     text = page.read_text(encoding="utf-8")
-    found = []
+    pages = []
     for block in re.findall(r"^```{toctree}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         for entry in re.findall(r"^[\w./]+$", block, re.MULTILINE):
             path = DOCS / entry.lstrip("/") if entry.startswith("/") else page.parent / entry
             child = path.resolve().with_suffix(".md")
-            found += [str(child.relative_to(DOCS).with_suffix("")), *entries(child)]
-    return found
+            pages += [str(child.relative_to(DOCS).with_suffix("")), *entries(child)]
+    return pages
 
 
 def test_every_page_is_in_the_site():
@@ -179,7 +179,7 @@ def test_every_page_is_in_the_site():
     assert sorted([*entries(DOCS / "index.md"), "index"]) == sorted(pages)
 
 
-def test_the_figures_of_the_front_page_are_those_of_the_report():
+def test_front_page_figures_match_the_report():
     text = (DOCS / "index.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     model = costgraph.models.load("llama-3-8b")
@@ -193,7 +193,7 @@ def numbers(text):
     return set(re.findall(r"\d+(?:\.\d+)?", text.replace(",", "")))
 
 
-def test_figures_of_the_accuracy_overview_stand_on_the_pages_that_it_links():
+def test_accuracy_overview_figures_appear_on_linked_pages():
     folder = DOCS / "accuracy"
     table = (folder / "index.md").read_text(encoding="utf-8").partition("## ")[0]
     rows = [line.strip("|").split("|") for line in table.splitlines() if "](" in line and line.startswith("|")]

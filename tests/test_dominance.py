@@ -1,4 +1,4 @@
-"""Proofs about sizes are never wrong, and pruning never changes a value: brute force over points says so."""
+"""Proofs about sizes are never wrong, and pruning never changes a value, by brute force over points."""
 
 import itertools
 import random
@@ -26,7 +26,7 @@ from costgraph.testing import value
 
 fast = settings(max_examples=40, deadline=None)
 
-# Assumptions as text, and the same as a Python test of a point.
+# Assumptions as text, and as a Python predicate on a point.
 KNOWN = [
     ("A >= B", lambda a, b, c, d: a >= b),
     ("A > B", lambda a, b, c, d: a > b),
@@ -49,7 +49,7 @@ GRID = [dict(zip(NAMES, p, strict=True)) for p in itertools.product((1, 2, 3, 4,
 
 
 def known(chosen) -> tuple[Relations, list[dict[str, int]]]:
-    """The relations, and the points of the grid that they admit."""
+    """Return the relations and the grid points that satisfy them."""
     admitted = [p for p in GRID if all(test(*p.values()) for _, test in chosen)]
     return Relations([parse_relation(text) for text, _ in chosen]), admitted
 
@@ -103,7 +103,7 @@ def test_relations_prove_nothing_wrong(x, chosen, rnd):
         assert value(reduced, point) == exact
 
 
-def test_no_pair_of_assumptions_is_refused_that_a_point_satisfies():
+def test_satisfiable_assumption_pairs_are_accepted():
     for pair in itertools.combinations(KNOWN, 2):
         satisfiable = any(all(test(*p.values()) for _, test in pair) for p in GRID)
         try:
@@ -142,7 +142,7 @@ PROVED = [
 
 
 @each(("texts", "formula"), PROVED)
-def test_what_is_known_to_be_nonnegative(texts, formula):
+def test_known_nonnegative_formulas(texts, formula):
     assert Relations(map(parse_relation, texts)).nonnegative(parse_formula(formula))
 
 
@@ -150,17 +150,17 @@ def test_what_is_known_to_be_nonnegative(texts, formula):
     ("texts", "formula"),
     [
         ([], "A - B"),
-        ([], "(1 - A/B)**C"),  # A may be larger than B
+        ([], "(1 - A/B)**C"),  # A may exceed B
         ([], "floor((1 - A)/2)/B"),
         ([], "1/Min(A - 5, B)"),
-        ([], "Min(A - 5, B)*C + 4"),  # the product is below the product of the bounds
+        ([], "Min(A - 5, B)*C + 4"),  # the product is less than the product of the bounds
         (["F >= D"], "F - D - 1"),
         (["S <= 1024"], "1023 - S"),
-        (["D/H > 1"], "D - 2*H"),  # 3/2 is above 1 too
+        (["D/H > 1"], "D - 2*H"),  # 3/2 exceeds 1 too
         (["S >= D"], "1024 - D"),
     ],
 )
-def test_what_is_not_proved_because_it_is_wrong(texts, formula):
+def test_false_claims_are_not_proved(texts, formula):
     assert not Relations(map(parse_relation, texts)).nonnegative(parse_formula(formula))
 
 
@@ -215,13 +215,13 @@ def test_lower_bounds(formula, least):
         (["X >= Y", "S >= 9", "S == 4"], "'S >= 9': contradicts 'S == 4'"),
     ],
 )
-def test_contradictions_are_errors_that_name_the_culprit(texts, against):
+def test_contradictions_raise_with_the_conflicting_assumption(texts, against):
     with pytest.raises(PatternError) as caught:
         Relations(map(parse_relation, texts))
     assert against in str(caught.value)
 
 
-def test_bound_sizes_are_checked():
+def test_bound_sizes_are_checked_against_assumptions():
     relation = parse_relation("F >= D")
     relation.check({"F": as_poly(3), "D": as_poly(3)})
     relation.check({"F": as_poly(1)})
@@ -241,13 +241,13 @@ def test_bound_sizes_are_checked():
         ("K - D/H", [], ("K", "D/H")),
         ("H*K - 12", ["K"], ("K", "12/H")),
         ("3*A - 2*B + 1", [], ("A", "2*B/3 - 1/3")),
-        ("S - 2*floor(S/2)", [], None),  # the symbol is inside the atom too
+        ("S - 2*floor(S/2)", [], None),  # the symbol occurs inside the atom as well
         ("A**2 - B**2", [], None),
     ],
 )
 def test_solve(formula, prefer, expected):
-    found = solve(parse_formula(formula), prefer)
-    assert found == (None if expected is None else (expected[0], parse_formula(expected[1])))
+    solution = solve(parse_formula(formula), prefer)
+    assert solution == (None if expected is None else (expected[0], parse_formula(expected[1])))
 
 
 # -- pruning -----------------------------------------------------------------------------------------------------------
@@ -307,13 +307,13 @@ def test_renaming_symbols_renames_what_is_kept(exprs, largest, new):
     assert {poly(p.expr.xreplace(renaming)) for p in kept(exprs)} == kept([e.xreplace(renaming) for e in exprs])
 
 
-def test_labels_stay_with_their_candidates_and_the_first_of_equals_stays():
-    found = prune([(poly(A), "small"), (poly(2 * A), "first"), (poly(B * C), "other"), (poly(2 * A), "second")])
-    assert [(p.expr, label) for p, label in found] == [(2 * A, "first"), (B * C, "other")]
+def test_labels_follow_candidates_and_first_duplicate_wins():
+    candidates = prune([(poly(A), "small"), (poly(2 * A), "first"), (poly(B * C), "other"), (poly(2 * A), "second")])
+    assert [(p.expr, label) for p, label in candidates] == [(2 * A, "first"), (B * C, "other")]
     assert prune([]) == []
 
 
-def test_relations_drop_what_they_dominate():
+def test_pruning_uses_relations():
     candidates = [(parse_formula(t), t) for t in ("B*F", "B*D", "B*H*K", "B*S", "1024*B")]
     relations = Relations(map(parse_relation, ["F >= D", "D == H*K", "S <= 1024"]))
     assert [label for _, label in prune(candidates, relations)] == ["B*F", "1024*B"]
@@ -327,9 +327,9 @@ def test_pruning_many_candidates_leaves_few_comparisons():
         sympy.Add(*(rnd.randint(1, 9) * sympy.Mul(*rnd.sample(names, 3)) for _ in range(12))) * (i % 17 + 1)
         for i in range(60)
     ]
-    kept = [p for p, _ in prune((poly(r), None) for r in rows)]
-    for p in kept:
-        assert not any(q is not p and NOTHING_KNOWN.nonnegative(q - p) for q in kept)
+    survivors = [p for p, _ in prune((poly(r), None) for r in rows)]
+    for p in survivors:
+        assert not any(q is not p and NOTHING_KNOWN.nonnegative(q - p) for q in survivors)
 
 
 def relations_of(*texts):
@@ -374,7 +374,7 @@ def numbers(**sizes):
         ("B - ceiling(A/8)", None),
     ],
 )
-def test_lower_bounds_are_reached(formula, least):
+def test_lower_bounds_are_tight(formula, least):
     assert lower(parse_formula(formula)) == least
 
 
@@ -387,14 +387,14 @@ def test_a_whole_part_lies_less_than_one_from_what_it_rounds(q, shift, r, up, a,
     least = lower(p)
     assert least is None or least <= seen
     assert not NOTHING_KNOWN.nonnegative(p) or seen >= 0
-    # S = q*c - r takes the place of a size: of a sum in one size and what rounds it nothing is lost
+    # S = q*c - r replaces a size: a sum in one size and its rounding loses nothing
     alone = poly(a * A + b * sympy.ceiling(A / q))
     lowest = min(alone.bind(numbers(A=i)).constant for i in range(1, 2 * q + 1))
     assert lower(alone) == (None if a * q + b < 0 else lowest)
 
 
 @each("formula", ["A + 1/B", "A/B", "A**2/B + 1/A", "2 + A/B"])
-def test_a_sum_with_reciprocals_is_not_bounded_by_its_value_at_one(formula):
+def test_reciprocal_sums_are_not_bounded_by_value_at_one(formula):
     p = parse_formula(formula)
     low = min(p.bind(numbers(A=a, B=b)).constant for a in (1, 1000) for b in (1, 1000))
     assert 0 <= lower(p) <= low
@@ -404,7 +404,7 @@ ROOTS = ["sqrt(42)", "1/sqrt(698)", "1/(sqrt(14) + 84)", "2**(1/3)", "sqrt(10**3
 
 
 @each("text", ROOTS)
-def test_a_root_of_a_number_lies_between_fractions(text):
+def test_numeric_roots_are_enclosed_by_fractions(text):
     p = poly(sympy.sympify(text))
     (key,) = p.generators()
     low, high = enclosed(key)
@@ -425,7 +425,7 @@ BELOW, ABOVE = (sympy.Rational(n, 10**10) for n in (64807406984, 64807406985))
         (A / (ROOT + 1) - A / 8, True), (A / 8 - A / (ROOT + 1), False), (A * B / 7 - A * B / (ROOT + 1), True),
     ],
 )  # fmt: skip
-def test_what_is_proved_of_roots(formula, proved):
+def test_proofs_about_numeric_roots(formula, proved):
     assert NOTHING_KNOWN.nonnegative(poly(sympy.expand(formula))) is proved
     assert len(prune([(poly(ROOT * A), ""), (poly(ABOVE * A), ""), (poly(6 * A + B), "")])) == 2
 
@@ -436,7 +436,7 @@ def test_what_is_proved_of_roots(formula, proved):
 @each(
     ("texts", "formula"),
     [
-        (["S >= 0"], "S - 1"),  # says less than that it is a size
+        (["S >= 0"], "S - 1"),  # weaker than the positivity of every size
         (["S >= -3"], "S - 1"),
         (["S >= 1"], "S - 1"),
         (["S >= 2"], "S - 2"),
@@ -463,14 +463,14 @@ def test_what_is_proved_of_roots(formula, proved):
         (["A == 3"], "A*B - 3*B"),
     ],
 )
-def test_what_assumptions_prove(texts, formula):
+def test_assumptions_prove_formulas(texts, formula):
     assert relations_of(*texts).nonnegative(parse_formula(formula))
 
 
 @each(
     ("texts", "formula"),
     [
-        ([], "1/(A*Min(A - 5, B))"),  # the sign of one factor is not known
+        ([], "1/(A*Min(A - 5, B))"),  # one factor has unknown sign
         (["S <= 9"], "1/(A - B)"),
         (["S <= 9"], "S/(A - B)"),
         (["S <= 10"], "99 - S**2"),
@@ -486,7 +486,7 @@ def test_what_assumptions_prove(texts, formula):
         (["S <= 9", "S <= 4"], "3 - S"),
     ],
 )
-def test_what_assumptions_do_not_prove(texts, formula):
+def test_assumptions_do_not_prove_unrelated_formulas(texts, formula):
     assert not relations_of(*texts).nonnegative(parse_formula(formula))
 
 
@@ -502,10 +502,10 @@ def test_what_assumptions_do_not_prove(texts, formula):
         ("(1 - 1/A)**B - 1", False),
         ("A - B", False),
         ("1/(A - B)", False),
-        ("(1 - A/B)**C + 1", False),  # of no known sign
+        ("(1 - A/B)**C + 1", False),  # unknown sign
     ],
 )
-def test_what_is_above_zero_for_all_sizes(formula, positive):
+def test_positivity_for_all_sizes(formula, positive):
     assert NOTHING_KNOWN.positive(parse_formula(formula)) is positive
 
 
@@ -521,7 +521,7 @@ def test_what_is_above_zero_for_all_sizes(formula, positive):
         ("7", "7"),
     ],
 )
-def test_a_positive_multiple_that_is_a_whole_number(formula, multiple):
+def test_positive_integer_multiple_of_formula(formula, multiple):
     assert integral(parse_formula(formula)) == (None if multiple is None else parse_formula(multiple))
 
 
@@ -542,9 +542,9 @@ def test_a_positive_multiple_that_is_a_whole_number(formula, multiple):
         ("A**2 - B**2*C**2", [], None),
     ],
 )
-def test_products_are_solved_for_a_factor_that_occurs_once(formula, prefer, expected):
-    found = solve(parse_formula(formula), prefer)
-    assert found == (None if expected is None else (expected[0], parse_formula(expected[1])))
+def test_solve_products_for_a_factor_occurring_once(formula, prefer, expected):
+    solution = solve(parse_formula(formula), prefer)
+    assert solution == (None if expected is None else (expected[0], parse_formula(expected[1])))
 
 
 @each(
@@ -556,7 +556,7 @@ def test_products_are_solved_for_a_factor_that_occurs_once(formula, prefer, expe
         ("2*Z == A", "A**2", "4*Z**2"),
     ],
 )
-def test_equal_sizes_become_the_same_polynomial(text, one, other):
+def test_equal_sizes_share_one_polynomial(text, one, other):
     relations = relations_of(text)
     assert parse_formula(one) != parse_formula(other)
     assert relations.reduce(parse_formula(one)) == relations.reduce(parse_formula(other))
@@ -577,7 +577,7 @@ def test_equal_sizes_become_the_same_polynomial(text, one, other):
         ("A >= B", {"A": 2, "B": 2}, {"A": 2, "B": 3}),
     ],
 )
-def test_sizes_that_break_an_assumption_are_refused_and_others_are_not(text, admitted, refused):
+def test_only_sizes_violating_assumptions_raise(text, admitted, refused):
     relation = parse_relation(text)
     relation.check(numbers(**admitted))
     with pytest.raises(BindingError, match="against the assumption"):
@@ -588,12 +588,12 @@ def test_sizes_that_break_an_assumption_are_refused_and_others_are_not(text, adm
     "texts",
     [["S <= 1"], ["S == 1"], ["S <= 4", "S >= 4"], ["A + B <= 2"], ["2*S >= 3", "2*S <= 4"], ["A >= B", "B >= A"]],
 )
-def test_assumptions_that_one_point_satisfies_are_no_contradiction(texts):
+def test_satisfiable_assumptions_are_accepted(texts):
     relations_of(*texts)
 
 
 @each("texts", [["A + B <= 2", "A >= 2"], ["S < 1"], ["2*S >= 3", "2*S <= 3"], ["S == 1/2"]])
-def test_assumptions_that_no_point_satisfies_are_refused(texts):
+def test_unsatisfiable_assumptions_raise(texts):
     with pytest.raises(PatternError, match="contradicts"):
         relations_of(*texts)
 
@@ -615,32 +615,32 @@ def test_assumptions_that_no_point_satisfies_are_refused(texts):
         (["A == B"], ["A*C", "B*C"], {"A*C"}, {"A*C"}),
     ],
 )
-def test_what_a_maximum_and_a_minimum_need(texts, candidates, largest, smallest):
+def test_minimal_candidates_of_max_and_min(texts, candidates, largest, smallest):
     relations = relations_of(*texts)
     for order in (candidates, candidates[::-1]):
         for wanted, flag in ((largest, True), (smallest, False)):
-            kept = prune([(parse_formula(t), t) for t in order], relations, largest=flag)
-            if "A == B" in texts:  # either stands for both
-                assert len(kept) == 1
+            survivors = prune([(parse_formula(t), t) for t in order], relations, largest=flag)
+            if "A == B" in texts:  # either can represent both
+                assert len(survivors) == 1
             else:
-                assert {label for _, label in kept} == wanted
+                assert {label for _, label in survivors} == wanted
 
 
-def test_of_many_candidates_those_remain_that_are_the_largest_somewhere():
+def test_pruning_keeps_candidates_that_are_maximal_somewhere():
     rows = [f"{a}*A + {b}*B" for a in range(1, 8) for b in range(1, 8)]
     sums = [t for t in rows if sum(int(part.split("*")[0]) for part in t.split(" + ")) == 8]
-    kept = {label for _, label in prune([(parse_formula(t), t) for t in rows if t not in sums[1:-1]])}
-    assert kept == {"7*A + 7*B"}
-    kept = {label for _, label in prune([(parse_formula(t), t) for t in sums])}
-    assert kept == {"1*A + 7*B", "7*A + 1*B"}  # no one is the larger at every size; those between are means of the two
+    labels = {label for _, label in prune([(parse_formula(t), t) for t in rows if t not in sums[1:-1]])}
+    assert labels == {"7*A + 7*B"}
+    labels = {label for _, label in prune([(parse_formula(t), t) for t in sums])}
+    assert labels == {"1*A + 7*B", "7*A + 1*B"}  # no candidate dominates another; those in between are means of the two
     bent = [f"{a}*A + {64 - a * a}*B" for a in range(1, 8)]  # above the means of their neighbours
     assert {label for _, label in prune([(parse_formula(t), t) for t in bent])} == set(bent)
     assert prune([(poly(3), "a"), (poly(2), "b")]) == [(poly(3), "a")]
 
 
 @each("text", ["S == 4*floor(S/4)", "32*B*S == 128*B*floor(S/4)", "S - 4*ceiling(S/4) == 0"])
-def test_a_whole_part_that_is_all_is_put_in_everywhere(text):
-    """Held against all sizes that the assumption leaves: multiples of 4."""
+def test_exact_rounding_is_substituted_everywhere(text):
+    """Check all sizes that satisfy the assumption: multiples of 4."""
     part = "ceiling(S/4)" if "ceiling" in text else "floor(S/4)"
     for formula in (part, f"floor(S/{part})", f"{part}**2*Max(S, {part})", "floor(S/8)"):
         p = parse_formula(formula)

@@ -1,4 +1,4 @@
-"""The door: what annotations ask of values, and what a checked function still is to Python."""
+"""Argument validation: the types that annotations require and the metadata of decorated functions."""
 
 import inspect
 import pickle
@@ -55,7 +55,7 @@ B, D = cg.dims("B D")
         (type(poly(B)), [poly(B)], [B, 3]),
     ],
 )
-def test_a_rule_holds_for_what_the_annotation_says(hint, good, odd):
+def test_annotation_checks_accept_and_reject_values(hint, good, odd):
     asked = rule(hint)
     assert [v for v in good if not asked.holds(v)] == []
     assert [v for v in odd if asked.holds(v)] == []
@@ -73,7 +73,7 @@ def test_a_rule_holds_for_what_the_annotation_says(hint, good, odd):
         (cg.analysis.roofline.RooflineRow | None, "a roofline row"),
     ],
 )
-def test_a_rule_says_what_it_expects(hint, text):
+def test_annotation_checks_describe_expected_values(hint, text):
     assert rule(hint).expected == text
 
 
@@ -117,19 +117,19 @@ def stated(**facts):
         (lambda: cg.every_block(keep=["a b"]), "keep: 'a b', expected identifiers separated by '/'"),
         (
             lambda: cg.every_block(keep=["a"], inside=cg.every_block()),
-            "keep: what is kept is not computed again, expected no policy for what is inside",
+            "keep: saved results are not recomputed, expected no policy inside=",
         ),
         (lambda: cg.selective("a b"), "selective: 'a b', expected identifiers separated by '/'"),
         (lambda: cg.compile(sympy.zoo), "zoo"),
     ],
 )
-def test_refusals_name_the_place_the_value_and_what_was_expected(call, text):
+def test_errors_name_place_value_and_expectation(call, text):
     with pytest.raises(cg.CostGraphError, match=re.escape(text)):
         call()
 
 
 @each("name", FUNCTIONS)
-def test_a_checked_function_is_what_it_was_to_python(name):
+def test_checked_functions_keep_their_metadata(name):
     function = FUNCTIONS[name]
     assert pickle.loads(pickle.dumps(function)) is function
     assert inspect.signature(function) == inspect.signature(inspect.unwrap(function))
@@ -137,8 +137,8 @@ def test_a_checked_function_is_what_it_was_to_python(name):
     assert function.__name__ == name
 
 
-def test_every_annotation_of_a_public_function_is_understood():
-    # a plan is made at the first call: here of all of them
+def test_all_public_annotations_can_be_checked():
+    # plans are built on the first call; this builds all of them
     from costgraph.notation.validation import _plan
 
     for found in [*PUBLIC.values(), *RECORDS.values()]:
@@ -148,33 +148,33 @@ def test_every_annotation_of_a_public_function_is_understood():
                 _plan(inspect.unwrap(member))
 
 
-def test_what_may_be_read_once_is_not_used_up():
+def test_validation_does_not_consume_iterators():
     def first(values: Iterable[int]) -> int:
         return next(iter(values))
 
     assert checked(first)(iter([7])) == 7
 
 
-def test_fields_of_a_record_that_stands_in_another_module_are_asked_for_as_well():
+def test_inherited_fields_from_another_module_are_validated():
     with pytest.raises(cg.GraphError, match="Report: count is 5, expected text"):
         Report(count=5)
 
 
-#: Layers of the contract, which are flat and in `cg.nn`.
+#: Contract layers exported both at the top level and in `cg.nn`.
 LAYERS = {
     "attention", "conv", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear", "relu", "rms_norm",
     "sigmoid", "silu", "softmax", "tanh",
 }  # fmt: skip
 
 
-def test_nothing_is_behind_two_doors_but_the_layers_of_the_contract():
+def test_only_contract_layers_have_two_public_paths():
     rooms = ["models", "testing", *(["torch"] if find_spec("torch") else [])]
     doors = NAMESPACES | {f"{room}.": import_module(f"costgraph.{room}") for room in rooms}
     names: dict[int, list[str]] = {}
     for door, module in doors.items():
         for name in module.__all__:
-            found = getattr(module, name)
-            if callable(found) or inspect.ismodule(found):  # a constant is no one's
-                names.setdefault(id(inspect.unwrap(found) if callable(found) else found), []).append(door + name)
-    twice = [tuple(found) for found in names.values() if len(found) > 1]
+            member = getattr(module, name)
+            if callable(member) or inspect.ismodule(member):  # constants have no owner
+                names.setdefault(id(inspect.unwrap(member) if callable(member) else member), []).append(door + name)
+    twice = [tuple(member) for member in names.values() if len(member) > 1]
     assert sorted(twice) == [(name, f"nn.{name}") for name in sorted(LAYERS)]

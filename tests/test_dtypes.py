@@ -19,7 +19,7 @@ from costgraph.dtypes import (
 )
 from costgraph.errors import FormatError
 
-# name -> torch's name; the formats that torch's finfo or iinfo knows
+# name -> torch's name; the dtypes known to torch's finfo or iinfo
 TORCH_FLOATS = {
     "fp64": "float64",
     "fp32": "float32",
@@ -34,7 +34,7 @@ TORCH_INTS = {name: name for name in ("int64", "int32", "int16", "int8", "uint8"
 
 
 @each(("name", "other"), TORCH_FLOATS.items())
-def test_ranges_are_those_of_torch(name, other):
+def test_ranges_match_torch(name, other):
     torch = pytest.importorskip("torch")
     info = torch.finfo(getattr(torch, other))
     ours = dtype(name)
@@ -42,27 +42,27 @@ def test_ranges_are_those_of_torch(name, other):
     assert float(ours.max) == info.max
     assert float(ours.smallest_normal) == info.smallest_normal
     assert float(ours.epsilon) == info.eps
-    if name != "fp8_e8m0":  # torch prints the negative of the maximum for a format without a sign
+    if name != "fp8_e8m0":  # for an unsigned format, torch prints the negated maximum
         assert float(ours.min) == info.min
 
 
 @pytest.mark.parametrize("name", TORCH_COMPLEX)
-def test_complex_formats_are_two_parts(name):
+def test_complex_dtypes_have_two_components(name):
     torch = pytest.importorskip("torch")
     info, ours = torch.finfo(getattr(torch, name)), dtype(name)
     assert ours.bytes == getattr(torch, name).itemsize == 2 * dtype(ours.element).bytes
-    assert (float(ours.max), float(ours.epsilon)) == (info.max, info.eps)  # of either part
+    assert (float(ours.max), float(ours.epsilon)) == (info.max, info.eps)  # for each component
     assert (ours.max, ours.round(0.1)) == (dtype(ours.element).max, dtype(ours.element).round(0.1))
 
 
 @each("name", TORCH_INTS)
-def test_integers_are_those_of_numpy(name):
+def test_integer_ranges_match_numpy(name):
     info = np.iinfo(name)
     assert (dtype(name).bits, dtype(name).max, dtype(name).min) == (info.bits, info.max, info.min)
 
 
 @each(("name", "other"), [("fp16", "float16"), ("fp32", "float32"), ("fp64", "float64")])
-def test_ieee_formats_are_those_of_numpy(name, other):
+def test_ieee_ranges_match_numpy(name, other):
     info = np.finfo(other)
     ours = dtype(name)
     assert (ours.exponent, ours.mantissa) == (info.nexp, info.nmant)
@@ -73,7 +73,7 @@ def test_ieee_formats_are_those_of_numpy(name, other):
 @each(
     ("name", "exponent", "mantissa", "largest", "normal", "subnormal"),
     [
-        # exponent bits 1-e-m; the largest value worked out by hand
+        # exponent bits 1-e-m; the largest value derived by hand
         ("tf32", 8, 10, (2 - 2**-10) * 2.0**127, 2.0**-126, 2.0**-136),
         ("bf16", 8, 7, (2 - 2**-7) * 2.0**127, 2.0**-126, 2.0**-133),
         ("fp8_e4m3", 4, 3, 448, 2**-6, 2**-9),  # S.1111.110 = 1.75 * 2**8; 1111.111 is NaN
@@ -84,7 +84,7 @@ def test_ieee_formats_are_those_of_numpy(name, other):
         ("fp8_e8m0", 8, 0, 2.0**127, 2.0**-127, 2.0**-127),  # MX v1.0 table 7; 11111111 is NaN
     ],
 )
-def test_formats_by_hand(name, exponent, mantissa, largest, normal, subnormal):
+def test_format_limits_derived_by_hand(name, exponent, mantissa, largest, normal, subnormal):
     ours = dtype(name)
     assert (ours.exponent, ours.mantissa) == (exponent, mantissa)
     assert ours.max == largest
@@ -96,13 +96,13 @@ def test_formats_by_hand(name, exponent, mantissa, largest, normal, subnormal):
     "name",
     [n for n, f in DTYPES.items() if f.kind == "float" and f.signed and not f.scale and not f.codes],
 )
-def test_bits_are_sign_exponent_and_mantissa(name):
+def test_bits_sum_to_sign_exponent_and_mantissa(name):
     ours = dtype(name)
-    stored = 19 if name == "tf32" else ours.bits  # tf32 is kept in 32 bits and uses 19
+    stored = 19 if name == "tf32" else ours.bits  # tf32 uses 19 of its 32 stored bits
     assert 1 + ours.exponent + ours.mantissa == stored
 
 
-def test_bytes_of_an_element():
+def test_bytes_per_element():
     expected = {
         "fp64": 8,
         "tf32": 4,
@@ -132,13 +132,13 @@ def test_integers_have_no_epsilon(what):
     assert str(error.value) == f"int8: a format of kind 'int' has no {named[what]}; expected a float format"
 
 
-def test_1e_8_is_zero_in_fp16_and_not_in_bf16():
+def test_1e_8_underflows_in_fp16_but_not_bf16():
     assert dtype("fp16").round(1e-8) == 0  # below half of the smallest subnormal, 2**-25 = 2.98e-8
     assert dtype("bf16").round(1e-8) == 1.0011717677116394e-08
 
 
 def samples(ours: DType) -> list[float]:
-    """Values around every border of a format, and some in between."""
+    """Sample values around every boundary of a format, and some in between."""
     base = [
         0.0,
         0.1,
@@ -159,7 +159,7 @@ def samples(ours: DType) -> list[float]:
 
 
 @each("name", ["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"])
-def test_rounding_is_that_of_torch(name):
+def test_rounding_matches_torch(name):
     torch = pytest.importorskip("torch")
     ours = dtype(name)
     values = [x for x in samples(ours) if abs(x) <= ours.max]
@@ -183,7 +183,7 @@ def test_rounding_finds_the_nearest_code(name, bits, exponent, mantissa):
         assert abs(dtype(name).round(float(x)) - x) == distance
 
 
-def test_ties_go_to_the_even_code():
+def test_rounding_ties_to_even():
     # the codes of E2M1 are 0, 0.5, 1, 1.5, 2, 3, 4, 6
     assert [dtype("fp4_e2m1").round(x) for x in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)] == [
         0,
@@ -197,9 +197,9 @@ def test_ties_go_to_the_even_code():
     assert [dtype("int8").round(x) for x in (0.5, 1.5, 2.5, -0.5, -1.5)] == [0, 2, 2, 0, -2]
 
 
-def test_overflow():
+def test_rounding_overflow():
     assert dtype("fp16").round(65519.9) == 65504
-    assert dtype("fp16").round(65520.0) == math.inf  # half of a step above the largest value, IEEE 754 4.3.1
+    assert dtype("fp16").round(65520.0) == math.inf  # half a step above the largest value, IEEE 754 4.3.1
     assert dtype("bf16").round(-3.4e38) == -math.inf
     assert dtype("fp64").round(1e308) == 1e308
     assert dtype("fp8_e4m3").round(-1e9) == -448
@@ -213,7 +213,7 @@ def test_overflow():
     assert dtype("fp8_e8m0").round(3.1) == 4
 
 
-def test_nan_and_the_sign_of_zero():
+def test_rounding_keeps_nan_and_signed_zero():
     assert math.isnan(dtype("fp8_e4m3").round(math.nan))
     assert math.copysign(1, dtype("fp16").round(-1e-9)) == -1
 
@@ -231,7 +231,7 @@ def test_nan_and_the_sign_of_zero():
         ),
     ],
 )
-def test_what_has_no_rounding_is_refused(name, x, text):
+def test_unsupported_rounding_raises(name, x, text):
     with pytest.raises(FormatError) as error:
         dtype(name).round(x)
     assert str(error.value) == text
@@ -250,14 +250,14 @@ def test_what_has_no_rounding_is_refused(name, x, text):
         ("int4", None, 0, 0, 4),
     ],
 )
-def test_block_scales(name, block, scale_bits, tensor_bits, bits):
+def test_block_formats_have_documented_scales(name, block, scale_bits, tensor_bits, bits):
     ours = dtype(name)
     assert (ours.block, ours.scale_bits, ours.tensor_bits) == (block, scale_bits, tensor_bits)
     assert bits_per_element(name) == bits
 
 
 def _struct(**fields):
-    """Return a C struct of GGUF: how many bytes each field has; ggml_half is two of them."""
+    """Return a GGUF C struct with the given field sizes in bytes; ggml_half takes two."""
 
     class Block(ctypes.Structure):
         _pack_ = 1
@@ -266,7 +266,7 @@ def _struct(**fields):
     return Block
 
 
-# llama.cpp, ggml/src/ggml-common.h: fields of the structs in bytes, QK_K = 256 and K_SCALE_SIZE = 12
+# llama.cpp, ggml/src/ggml-common.h: struct fields in bytes, QK_K = 256 and K_SCALE_SIZE = 12
 STRUCTS = {
     "q4_0": (32, _struct(d=2, qs=16)),
     "q4_1": (32, _struct(dm=4, qs=16)),
@@ -282,7 +282,7 @@ STRUCTS = {
 
 
 @each("name", STRUCTS)
-def test_a_block_of_gguf_takes_the_bytes_of_its_struct(name):
+def test_gguf_block_bytes_match_c_structs(name):
     elements, struct = STRUCTS[name]
     size = ctypes.sizeof(struct)
     assert bits_per_element(name) * elements == 8 * size
@@ -291,32 +291,32 @@ def test_a_block_of_gguf_takes_the_bytes_of_its_struct(name):
     assert cg.param_bytes(g) == 7 * 11 * size
 
 
-def test_a_block_that_is_not_full_has_its_scales():
+def test_partial_block_has_full_scales():
     with cg.Graph("g") as g:
         g.param("w", (3, 257), dtype="q4_k")
-    # 3 rows of 257 elements of 4 bits, 9 scales and minima of 6 bits, 2 pairs of 16 bits
+    # 3 rows, 257 elements each, 4 bits per element; 9 6-bit scales and minima, 2 16-bit pairs
     assert cg.param_bytes(g) == Fraction(3 * (257 * 4 + 9 * 12 + 2 * 32), 8)
 
 
-def test_double_quantization():
-    """QLoRA (arXiv 2305.14314), section 3: 8/64 + 32/(64 * 256) bits for 0.5 of a scale in fp32 for 64."""
+def test_double_quantization_matches_qlora():
+    """QLoRA (arXiv 2305.14314), section 3: 8/64 + 32/(64 * 256) bits per weight instead of 0.5 for fp32 scales."""
     assert bits_per_element("nf4_double") == 4 + Fraction(8, 64) + Fraction(32, 64 * 256)
     assert f"{float(bits_per_element('nf4_double') - 4):.3f}" == "0.127"
     assert bits_per_element("nf4_g64_fp32") == Fraction("4.5")
     for rows, row in ((4096, 11008), (5, 101)):
         with cg.Graph("g") as g:
             g.param("w", (rows, row), dtype="nf4_double")
-        # blocks run on over the ends of rows, as those of the array do
+        # blocks continue across row ends, as in the flattened array
         scales = len(range(0, rows * row, 64))
         wide = len(range(0, scales, 256))
         assert cg.param_bytes(g) == Fraction(rows * row, 2) + scales + 4 * wide + 4
 
 
-def test_values_of_a_table():
+def test_nf4_table_values():
     nf4 = dtype("nf4")
     assert (len(nf4.codes), nf4.min, nf4.max) == (16, -1, 1)
     assert [nf4.round(x) for x in (0.0, 0.03, 0.05, 9.0)] == [0.0, 0.0, 0.07958029955625534, 1.0]
-    # half of the quantiles of the normal distribution on either side, one more above: appendix E
+    # half of the normal quantiles on either side, plus one above: appendix E
     normal = NormalDist()
     for sign, n in ((1, 8), (-1, 7)):
         top = 1 - (1 / 30 + 1 / 32) / 2
@@ -329,14 +329,14 @@ def test_values_of_a_table():
         DType("x", 1, "float", codes=(Fraction(1), Fraction(0)))
 
 
-def test_the_bytes_of_a_block_tensor_follow_from_the_facts():
+def test_block_tensor_bytes_follow_format_definition():
     nvfp4 = dtype("nvfp4")
     outer, inner = 3, 40  # three rows of 40: 60 bytes of elements, ceil(40/16) = 3 scales a row, one fp32
     scales = math.ceil(inner / nvfp4.block) * outer
     assert outer * inner * nvfp4.bytes + Fraction(scales * nvfp4.scale_bits + nvfp4.tensor_bits, 8) == 60 + 9 + 4
 
 
-def test_elements_of_block_formats_are_those_of_the_plain_ones():
+def test_block_format_elements_match_plain_formats():
     for block, plain in {
         "mxfp8": "fp8_e4m3",
         "mxfp8_e5m2": "fp8_e5m2",
@@ -347,7 +347,7 @@ def test_elements_of_block_formats_are_those_of_the_plain_ones():
         assert all(scale.format in DTYPES for scale in dtype(block).scale)
 
 
-def test_names():
+def test_dtype_names_and_aliases():
     assert dtype("float") is dtype("fp32") is dtype(DTYPES["fp32"])
     assert {"float32", "half", "bfloat16", "fp8", "long", "e4m3"} <= set(ALIASES)
     assert set(ALIASES.values()) <= set(DTYPES)
@@ -359,18 +359,18 @@ def test_names():
     ("name", "hint"),
     [("bf61", "did you mean 'bf16'? "), ("BF16", "did you mean 'bf16'? "), ("zzz", ""), ("", "")],
 )
-def test_unknown_format_names_the_nearest(name, hint):
+def test_unknown_dtype_suggests_nearest_name(name, hint):
     with pytest.raises(FormatError) as error:
         dtype(name)
     assert str(error.value) == f"number format {name!r} is unknown: {hint}known are {', '.join(DTYPES)}"
 
 
-def test_a_format_is_a_name():
+def test_dtype_must_be_a_name():
     with pytest.raises(FormatError, match=r"number format 16: expected a name or a DType; known are fp64, "):
         dtype(16)
 
 
-def test_promotion_is_that_of_torch():
+def test_promotion_matches_torch():
     torch = pytest.importorskip("torch")
     names = {k: v for k, v in TORCH_FLOATS.items() if "fp8" not in k} | TORCH_COMPLEX | TORCH_INTS | {"bool": "bool"}
     back = {getattr(torch, other): name for name, other in names.items()}
@@ -399,7 +399,7 @@ def test_promotion_beyond_torch(a, b, expected):
 
 
 @each(("a", "b"), [("fp8_e4m3", "fp8_e5m2"), ("mxfp4", "nvfp4"), ("fp4", "mxfp8")])
-def test_two_narrow_floats_have_to_be_cast(a, b):
+def test_narrow_floats_need_explicit_cast(a, b):
     with pytest.raises(FormatError) as error:
         promote(a, b)
     assert str(error.value) == (

@@ -1,4 +1,4 @@
-"""Contractions: shapes, FLOPs, and what ops touch of their operands, counted position by position."""
+"""Contractions: shapes, FLOPs and touched operand elements, counted position by position."""
 
 from itertools import combinations
 
@@ -40,12 +40,12 @@ def made(pattern, *shapes, **options):
         "b d, d -> ",
     ],
 )
-def test_flops_are_two_an_index_point_where_an_axis_is_summed_and_one_elsewhere(pattern):
+def test_einsum_flops_per_index_point(pattern):
     left = pattern.split("->")[0].split(",")
     g = made(pattern, *(tuple(SIZES[a] for a in part.split()) for part in left))
     assert cg.flops(g) == index_points(pattern, SIZES)
     summed = set(left[0].split() + left[1].split()) - set(pattern.split("->")[1].split())
-    # a contraction is matmul, a product alone is pointwise
+    # a contraction is a matmul, a product without summed axes is pointwise
     assert cg.matmul_flops(g) == (cg.flops(g) if summed else 0)
 
 
@@ -59,8 +59,8 @@ def test_flops_are_two_an_index_point_where_an_axis_is_summed_and_one_elsewhere(
         ("b 1 d, d f -> b f 1", ((2, 1, 5), (5, 7)), {}, None, (2, 7, 1)),
     ],
 )
-def test_merged_axes_ellipsis_and_ones(pattern, shapes, options, equation, result):
-    if result is None:  # batches of different rank align from the right, as NumPy's do
+def test_einsum_with_merged_axes_ellipsis_and_ones(pattern, shapes, options, equation, result):
+    if result is None:  # batch axes align from the right, as in NumPy
         shapes = ((2, 3, 5, 7), (3, 7, 11))
         result = np.matmul(np.ones(shapes[0]), np.ones(shapes[1])).shape
     g = made(pattern, *shapes, **options)
@@ -70,7 +70,7 @@ def test_merged_axes_ellipsis_and_ones(pattern, shapes, options, equation, resul
         assert cg.flops(g) == 2 * np.prod([*shapes[0], shapes[1][1]])
 
 
-def test_a_tensor_times_itself_is_read_once():
+def test_repeated_operand_is_read_once():
     with cg.Graph("g") as g:
         x = g.input("x", (3, 5))
         g.output(cg.einsum(x, x, "b d, c d -> b c"))
@@ -78,7 +78,7 @@ def test_a_tensor_times_itself_is_read_once():
     assert cg.bytes_moved(g) == 4 * (3 * 5) + 4 * (3 * 3)  # x once, the result
 
 
-def test_a_tensor_times_its_own_transpose_is_read_once():
+def test_operand_and_its_transpose_are_read_once():
     with cg.Graph("g") as g:
         x = g.input("x", (3, 5))
         g.output(x @ x.T)
@@ -92,7 +92,7 @@ def test_broadcast_operand_is_read_at_its_own_size():
     assert cg.bytes_moved(g) == 4 * (11 * 3 * 5 + 5 * 7 + 11 * 3 * 7)
 
 
-def test_diagonal_reads_the_diagonal_alone():
+def test_diagonal_reads_only_the_diagonal():
     g = made("i i, i -> i", (5, 5), (5,))
     assert cg.flops(g) == 5
     assert cg.bytes_moved(g) == 4 * (5 + 5 + 5)  # diagonal, vector, result
@@ -103,14 +103,14 @@ def test_single_operand_is_a_sum_or_a_view():
         x = g.input("x", (3, 5))
         summed, turned = cg.einsum(x, "b d -> d"), cg.einsum(x, "b d -> d b")
         g.output(summed)
-    assert cg.flops(g) == 15  # one for each element that is reduced
+    assert cg.flops(g) == 15  # one FLOP per reduced element
     assert turned.is_view
 
 
 # -- contraction orders ------------------------------------------------------------------------------------------
 
 
-def test_given_order_is_the_one_that_is_charged():
+def test_explicit_contraction_order_determines_flops():
     shapes = (2, 3), (3, 5), (5, 7)
     left = made("a b, b c, c d -> a d", *shapes, order=((0, 1), (0, 1)))
     right = made("a b, b c, c d -> a d", *shapes, order=((1, 2), (0, 1)))
@@ -142,7 +142,7 @@ def paths(n):
 
 
 def best(operands, result, sizes):
-    """Least cost over all paths, each as opt_einsum charges it: its own search leaves some out."""
+    """Return the minimum cost over all paths, charged as in opt_einsum, whose own search is incomplete."""
     equation = ",".join("".join(o) for o in operands) + "->" + "".join(result)
     shapes = [tuple(sizes[n] for n in o) for o in operands]
     charged = (opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=p)[1] for p in paths(len(shapes)))
@@ -178,15 +178,15 @@ def test_best_order_changes_with_the_batch():
     assert len(cg.regimes(cg.flops(g))) == 2
 
 
-def test_workspace_of_an_undecided_order_is_the_bytes_of_its_intermediate():
+def test_undecided_order_workspace_is_its_intermediate():
     g = made("b s, s h, h d -> b d", (B, S), (S, H), (H, D))
     b, s, h, d = 3, 5, 7, 11
-    inside = max(4 * b * h, 4 * s * d)  # the intermediate of either order, in fp32
+    inside = max(4 * b * h, 4 * s * d)  # the intermediate in either order, in fp32
     live = 4 * (b * s + s * h + h * d) + 4 * b * d
     assert cg.peak_memory(g, B=b, S=s, H=h, D=d) == live + inside
 
 
-def test_an_assumption_can_decide_the_order():
+def test_assumptions_can_decide_contraction_order():
     with cg.Graph("g") as g:
         g.assume("B >= 2*S")
         x, y, z = g.input("x", (B, S)), g.input("y", (S, S)), g.input("z", (S, S))
@@ -202,7 +202,7 @@ def test_an_assumption_can_decide_the_order():
 @each("dilation", [1, 2, 3])
 @each("padding", [0, 1, 2, 4])
 @each(("size", "window"), [(11, 3), (11, 1), (11, 2), (7, 3), (13, 4)])
-def test_affine_index_reads_what_a_convolution_reads(size, window, stride, dilation, padding):
+def test_affine_index_reads_same_elements_as_convolution(size, window, stride, dilation, padding):
     assert size + 2 * padding >= dilation * (window - 1) + 1  # it fits
     index = f"h*{stride}+r*{dilation}" + (f"-{padding}" if padding else "")
     pattern = f"b c {index}, o c r -> b o h"
@@ -219,20 +219,20 @@ def test_affine_index_reads_what_a_convolution_reads(size, window, stride, dilat
         assert cg.costs(g, **bound).filter(direction="read").total().read == read
 
 
-def test_order_of_the_terms_of_an_index_does_not_matter():
+def test_index_term_order_does_not_matter():
     for text in ("h*3+r", "r+h*3"):
         g = made(f"{text}, r -> h", (11,), (2,))
         assert cg.costs(g).total().read == 4 * (touched(11, 4, 2, 3, 1, 0) + 2)
 
 
-def test_positive_offset_of_an_index_skips_the_first_positions():
+def test_positive_index_offset_skips_leading_positions():
     g = made("h+2, d -> h d", (7,), (3,))
     assert g.outputs[0].shape == (5, 3)  # x[2] ... x[6]
     assert cg.costs(g).total().read == 4 * (5 + 3)
 
 
 @each("size", [5, 6, 7, 9])
-def test_two_dimensional_window_touches_the_product_of_its_axes(size):
+def test_2d_window_touches_product_of_its_axes(size):
     g = made("b c h*2+r-1 w*3+q, o c r q -> b o h w", (2, 3, size, W), (5, 3, 3, 2))
     out = [(size + 2 - 3) // 2 + 1, (8 - 2) // 3 + 1]
     assert tuple(n.subs(W, 8) for n in g.outputs[0].shape) == (2, 5, *out)
@@ -240,10 +240,10 @@ def test_two_dimensional_window_touches_the_product_of_its_axes(size):
     assert cg.costs(g, W=8).total().read == 4 * (2 * 3 * rows * columns + 5 * 3 * 3 * 2)
 
 
-def test_a_window_of_symbolic_size_is_counted_where_it_is_exact_and_refused_elsewhere():
+def test_symbolic_window_is_exact_or_raises():
     g = made("h+r, r -> h", (W,), (R,))
     assert cg.costs(g, W=11, R=3).total().read == 4 * (11 + 3)
-    with pytest.raises(cg.UnsupportedError, match="expected a window of numeric size to count the elements"):
+    with pytest.raises(cg.UnsupportedError, match="expected a window of constant size, to count the elements"):
         cg.bytes_moved(made("h*2+r, r -> h", (W,), (R,)))
 
 
@@ -255,10 +255,10 @@ _WINDOWS = [(True, None), (True, 1), (True, 3), (True, 7), (True, 20), (False, 1
 
 @each(
     ("queries", "keys", "causal", "window"),
-    # a window to both sides needs as many queries as keys
+    # a two-sided window needs equally many queries and keys
     [(*shape, *domain) for shape in _SHAPES for domain in _WINDOWS if domain[0] or shape[0] == shape[1]],
 )
-def test_domain_counts_and_touches_exactly_the_pairs_that_are_seen(queries, keys, causal, window):
+def test_domain_counts_exactly_the_visible_pairs(queries, keys, causal, window):
     seen = pairs(queries, keys, causal, window)
     rows, columns = len({s for s, _ in seen}), len({t for _, t in seen})
     n, m, w = cg.dims("S T W")
@@ -278,7 +278,7 @@ def test_domain_counts_and_touches_exactly_the_pairs_that_are_seen(queries, keys
         assert total.written == 4 * 2 * len(seen)
 
 
-def test_domain_is_inherited_by_what_reads_the_scores():
+def test_score_consumers_inherit_the_domain():
     with cg.Graph("g") as g:
         scores = cg.einsum(
             g.input("q", (5, 3)), g.input("k", (7, 3)), "s d, t d -> s t", domain=cg.Domain(True), over=("s", "t")
@@ -289,7 +289,7 @@ def test_domain_is_inherited_by_what_reads_the_scores():
     assert cg.costs(g).filter(op="relu").total().pointwise == seen
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------
 
 
 @each(
@@ -298,18 +298,20 @@ def test_domain_is_inherited_by_what_reads_the_scores():
         ("b d, d f -> b f", [(2, 3), (5, 7)], {}, ShapeError, "axis 'd' has size 3 in operand 1 .* and 5 in operand 2"),
         ("b d, d f -> b f", [(2, 3)], {}, PatternError, "describes 2 operands, got 1"),
         ("b d -> b x", [(2, 3)], {}, PatternError, "axis 'x' of the result is in no operand"),
-        ("b d, d f -> b f", [(2, 3), (3, 5)], {"q": 3}, PatternError, "size given for 'q', which is no axis of it"),
-        ("b d, d f -> b f", [(2, 3), (3, 5)], {"order": [(0, 1)]}, GraphError, "order of two operands or less"),
-        ("b d, d (f g) -> b f", [(2, 3), (3, 5)], {}, ShapeError, r"sizes of f and g in \(f g\) are not known"),
+        ("b d, d f -> b f", [(2, 3), (3, 5)], {"q": 3}, PatternError,
+         "size given for 'q', which is not one of its axes"),
+        ("b d, d f -> b f", [(2, 3), (3, 5)], {"order": [(0, 1)]}, GraphError, "order= of fewer than three operands"),
+        ("b d, d (f g) -> b f", [(2, 3), (3, 5)], {}, ShapeError, r"sizes of f and g in \(f g\) are unknown"),
         ("b d, d (f g) -> b f", [(2, 3), (3, 5)], {"f": 2}, ShapeError, r"does not split into \(f g\)"),
-        ("b d, d (f g) -> b f", [(2, 3), (3, 5)], {"f": 2, "g": 2}, ShapeError, r"\(f g\) makes 4"),
+        ("b d, d (f g) -> b f", [(2, 3), (3, 5)], {"f": 2, "g": 2}, ShapeError, r"\(f g\) multiply to 4"),
         ("b d, d -> b", [(2, 3), (3, 5)], {}, ShapeError, "has 2 axes, the pattern 'd' has 1"),
         ("b 1, d -> b", [(2, 3), (3,)], {}, ShapeError, "an axis of size 3 where the pattern has 1"),
         ("h*2+r -> h r", [(7,)], {"r": 3}, PatternError, "needs a second operand"),
         ("i i -> i", [(3, 3)], {}, PatternError, "the diagonal of a single operand"),
-        ("h+r, d -> h d", [(7,), (3,)], {}, ShapeError, "sizes of h and r are not known"),
+        ("h+r, d -> h d", [(7,), (3,)], {}, ShapeError, "sizes of h and r are unknown"),
         ("h+r, r -> h", [(3,), (5,)], {}, ShapeError, "reaches beyond an axis of size 3"),
-        ("h+r, r, h -> h", [(7,), (3,), (5,)], {}, GraphError, "three operands with an affine index or a domain"),
+        ("h+r, r, h -> h", [(7,), (3,), (5,)], {}, GraphError,
+         "three or more operands with an affine index or a domain"),
         ("a b, b c, c d -> a d", [(2, 3)] + [(3, 3)] * 2, {"order": [(0, 5)]}, GraphError,
          "step 1: expected two positions"),
         ("a b, b c, c d -> a d", [(2, 3)] + [(3, 3)] * 2, {"order": [(0, 0)]}, GraphError,
@@ -330,24 +332,24 @@ def test_domain_is_inherited_by_what_reads_the_scores():
         (" -> ", [(2,)], {}, ShapeError, "has 1 axes, the pattern '' has 0"),
     ],
 )  # fmt: skip
-def test_refusals_name_the_place_the_value_and_what_was_expected(pattern, shapes, options, error, text):
+def test_errors_name_place_value_and_expectation(pattern, shapes, options, error, text):
     with pytest.raises(error, match=text):
         made(pattern, *shapes, **options)
 
 
-def test_nine_operands_need_an_order():
-    with pytest.raises(GraphError, match="einsum of 9 operands: expected order="):
+def test_nine_operand_einsum_needs_an_order():
+    with pytest.raises(GraphError, match="einsum of 9 operands: pass order="):
         made(f"{', '.join(['a a'.replace(' a', '')] * 9)} -> a", *[(2,)] * 9)
 
 
-def test_arguments_are_tensors_and_a_pattern():
+def test_invalid_einsum_arguments_raise():
     with pytest.raises(GraphError, match=r"got \(\), expected tensors first and the pattern last"):
         cg.einsum()
     with pytest.raises(GraphError, match=r"got \(str, int\), expected tensors first"):
         cg.einsum("a -> a", 3)
 
 
-def test_operands_under_two_domains_are_refused():
+def test_operands_with_different_domains_raise():
     with cg.Graph("g") as g:
         q, k = g.input("q", (5, 3)), g.input("k", (5, 3))
         one, two = (
@@ -366,17 +368,17 @@ def test_operands_under_two_domains_are_refused():
         ({"causal": True, "window": 2.5}, "window: size '?2.5'?: expected an integer"),
     ],
 )
-def test_domain_refuses_what_restricts_nothing(options, text):
+def test_invalid_domain_options_raise(options, text):
     with pytest.raises(cg.CostGraphError, match=text):
         cg.Domain(**options)
 
 
 def read(g, **sizes):
-    """Elements of four bytes that the ops of a graph read."""
+    """Return the number of four-byte elements that a graph's ops read."""
     return cg.costs(g, **sizes).total().read // 4
 
 
-# -- indices whose outputs are stated ----------------------------------------------------------------------------
+# -- indices with explicit output sizes --------------------------------------------------------------------------
 
 
 @st.composite
@@ -392,11 +394,11 @@ def windows(draw):
 @drawing(1500)
 def test_fewer_windows_than_fit_read_the_positions_that_they_reach(case, symbolic_size, symbolic_count):
     size, out, stride, window, dilation, offset = case
-    classes = {}  # positions of the windows by what they leave when divided by the stride
+    classes = {}  # window positions modulo the stride
     for r in range(window):
         classes.setdefault(r * dilation % stride, set()).update(h * stride + r * dilation + offset for h in range(out))
     inside = [{p for p in positions if 0 <= p < size} for positions in classes.values()]
-    assume(all(inside))  # not all of them in the padding
+    assume(all(inside))  # some windows touch the operand, not only padding
     index = f"h*{stride}+r*{dilation}" + (f"{offset:+d}" if offset else "")
     with cg.Graph("g") as g:
         x, w = g.input("x", (W if symbolic_size else size,)), g.input("w", (window,))
@@ -409,16 +411,16 @@ def test_fewer_windows_than_fit_read_the_positions_that_they_reach(case, symboli
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("offset", [-3, -2, -1, 0, 1, 2])
 @pytest.mark.parametrize("out", [None, 3])
-def test_an_index_of_one_axis_reads_every_stride_th_position(stride, offset, out):
+def test_single_axis_index_reads_every_stride_th_position(stride, offset, out):
     size = 17
     if (stride, offset) == (1, 0):
-        out = None  # a plain axis, whose size is that of the operand
+        out = None  # a plain axis has the operand's size
     index = f"h*{stride}" + (f"{offset:+d}" if offset else "")
     with cg.Graph("g") as g:
         x, w = g.input("x", (size,)), g.input("w", (5,))
         y = cg.einsum(x, w, f"{index}, d -> h d", **({} if out is None else {"h": out}))
         g.output(y)
-    # as many as fit, with as much padding at the end as at the start
+    # the maximum count, with symmetric padding
     span = size + (-2 * offset if offset < 0 else -offset)
     count = out or (span - 1) // stride + 1
     assert y.shape == (count, 5)
@@ -426,7 +428,7 @@ def test_an_index_of_one_axis_reads_every_stride_th_position(stride, offset, out
     assert read(g) == len([p for p in at if 0 <= p < size]) + 5
 
 
-def test_windows_that_cover_an_axis_read_it_whole_in_the_formula_too():
+def test_covering_windows_read_the_whole_axis():
     with cg.Graph("g") as g:
         x, w = g.input("x", (W,)), g.input("w", (5,))
         g.output(cg.einsum(x, w, "h*3+r-2, r -> h"))
@@ -437,7 +439,7 @@ def test_windows_that_cover_an_axis_read_it_whole_in_the_formula_too():
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (False, 2)])
-def test_an_operand_with_both_axes_of_a_domain_is_read_where_pairs_are_seen(causal, window):
+def test_operand_with_both_domain_axes_is_read_at_visible_pairs(causal, window):
     seen = len(pairs(7, 7, causal, window))
     domain = {"domain": cg.Domain(causal, window), "over": ("s", "t")}
     g, _ = graph_of(lambda p, v: cg.einsum(p, v, "s t, t d -> s d", **domain), (7, 7), (7, 5))
@@ -445,7 +447,7 @@ def test_an_operand_with_both_axes_of_a_domain_is_read_where_pairs_are_seen(caus
     assert cg.matmul_flops(g) == 2 * 5 * seen
 
 
-def test_an_operand_without_the_axes_of_a_domain_is_read_whole():
+def test_operand_without_domain_axes_is_read_whole():
     domain = {"domain": cg.Domain(True), "over": ("s", "t")}
     g, _ = graph_of(lambda p, w: cg.einsum(p, w, "s t, d -> s t d", **domain), (3, 11), (5,))
     seen = len(pairs(3, 11, True, None))
@@ -457,7 +459,7 @@ def sum_of(a, b):
     return a + b
 
 
-# -- what operands have in common ----------------------------------------------------------------------------------
+# -- shared operand storage ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -468,29 +470,29 @@ def sum_of(a, b):
         (lambda x: (x, x), 5 * 7),
         (lambda x: (x[:1], x[:1]), 7),
         (lambda x: (x[:1], x[1:2]), 2 * 7),  # two rows
-        (lambda x: (x[:2], x[:2, :1]), 2 * 7 + 2),  # neither is the whole: both count
+        (lambda x: (x[:2], x[:2, :1]), 2 * 7 + 2),  # neither contains the other: both count
     ],
 )
-def test_elements_that_two_operands_share_are_read_once_where_one_is_the_whole(pick, elements):
+def test_elements_shared_with_containing_operand_are_read_once(pick, elements):
     g, _ = graph_of(lambda x: sum_of(*pick(x)), (5, 7))
     assert read(g) == elements
 
 
-def test_three_operands_of_one_storage_are_read_as_the_whole():
+def test_three_views_of_one_storage_are_read_as_the_whole():
     g, _ = graph_of(lambda x: cg.ops.pointwise("lerp", x[:1], x, x[2:3]), (5, 7))
     assert read(g) == 5 * 7
 
 
-def test_every_repeated_element_of_an_expanded_tensor_is_reduced_and_each_is_read_once():
+def test_reducing_expanded_tensor_reads_each_element_once():
     g, _ = graph_of(lambda x: cg.reduce(cg.ops.expand(x, "d -> b d", b=3), "b d -> b", "sum"), (7,))
     assert cg.flops(g) == 3 * 7
     assert read(g) == 7
 
 
-def test_every_repeated_element_of_expanded_updates_is_added():
+def test_scatter_adds_every_expanded_update():
     with cg.Graph("g") as g:
         target, ids = cg.relu(g.input("x", (11, 5))), g.input("ids", (3,), dtype="int32")
         g.output(cg.ops.scatter(target, ids, cg.ops.expand(g.input("u", (5,)), "d -> n d", n=3)))
     total = cg.costs(g).filter(op="scatter").total()
     assert total.pointwise == 3 * 5
-    assert total.read == 4 * (3 * 5 + 5) + 4 * 3  # the rows that it changes, the update once, and the indices
+    assert total.read == 4 * (3 * 5 + 5) + 4 * 3  # the updated rows, the update once, and the indices

@@ -13,13 +13,13 @@ def inputs(graph, **shapes):
     return [graph.input(n, s) for n, s in shapes.items()]
 
 
-# -- what is added to scores ---------------------------------------------------------------------------------------
+# -- attention biases ----------------------------------------------------------------------------------------------
 
 
 @each(
     ("shape", "read"),
     [
-        # a causal kernel of S queries and keys reads the S*(S + 1)/2 pairs that it computes
+        # a causal kernel with S queries and keys reads the S*(S + 1)/2 pairs that it computes
         ((1, H, S, S), H * S * (S + 1) / 2),
         ((B, H, S, S), B * H * S * (S + 1) / 2),
         ((1, 1, S, S), S * (S + 1) / 2),
@@ -28,7 +28,7 @@ def inputs(graph, **shapes):
         ((1, 1, 1, 1), 1),
     ],
 )
-def test_flash_reads_what_belongs_to_the_pairs_that_are_seen(shape, read):
+def test_flash_reads_bias_at_visible_pairs(shape, read):
     with cg.Graph("g", dtype="bf16") as plain:
         plain.output(cg.attention(*inputs(plain, q=(B, H, S, K), k=(B, H, S, K), v=(B, H, S, K))))
     with cg.Graph("g", dtype="bf16") as g:
@@ -36,29 +36,29 @@ def test_flash_reads_what_belongs_to_the_pairs_that_are_seen(shape, read):
         g.output(cg.attention(q, k, v, bias=bias))
     assert expand(cg.bytes_moved(g) - cg.bytes_moved(plain)) == expand(2 * read)
     assert cg.matmul_flops(g) == cg.matmul_flops(plain)
-    assert expand(cg.flops(g) - cg.flops(plain)) == expand(B * H * S * (S + 1) / 2)  # one addition a pair
+    assert expand(cg.flops(g) - cg.flops(plain)) == expand(B * H * S * (S + 1) / 2)  # one addition per pair
 
 
-def test_eager_adds_it_to_the_whole_square():
+def test_eager_adds_bias_to_full_square():
     with cg.Graph("g") as g:
         q, k, v, bias = inputs(g, q=(B, H, S, K), k=(B, G, T, K), v=(B, G, T, K), bias=(1, H, S, T))
         g.output(cg.attention(q, k, v, kernel="eager", bias=bias))
-    made = {r.direction: r.amount.expr for r in cg.costs(g) if r.op == "attention/bias"}
+    amounts = {r.direction: r.amount.expr for r in cg.costs(g) if r.op == "attention/bias"}
     square = B * H * S * T
-    assert made == {"compute": square, "read": 4 * square + 4 * H * S * T, "write": 4 * square}
+    assert amounts == {"compute": square, "read": 4 * square + 4 * H * S * T, "write": 4 * square}
 
 
 @each("shape", [(S, S), (2, H, S, S), (1, G, S, S), (1, H, S, T)])
-def test_a_bias_of_another_shape_is_refused(shape):
+def test_bias_with_wrong_shape_raises(shape):
     with cg.Graph("g") as g:
         q, k, v, bias = inputs(g, q=(B, H, S, K), k=(B, H, S, K), v=(B, H, S, K), bias=shape)
-        with pytest.raises(ShapeError, match=r"bias bias\(.*expected \(B, H, S, S\), any of them 1 instead"):
+        with pytest.raises(ShapeError, match=r"bias bias\(.*expected \(B, H, S, S\), any of which may be 1"):
             cg.attention(q, k, v, bias=bias)
         with pytest.raises(GraphError, match="attention: bias is 3, expected a tensor"):
             cg.attention(q, k, v, bias=3)
 
 
-def test_the_gradient_of_a_causal_bias_is_written_whole():
+def test_causal_bias_gradient_is_written_whole():
     with cg.Graph("g") as g:
         q, k, v = inputs(g, q=(B, H, S, K), k=(B, H, S, K), v=(B, H, S, K))
         y = cg.attention(q, k, v, bias=g.param("bias", (1, H, S, S)))
@@ -69,7 +69,7 @@ def test_the_gradient_of_a_causal_bias_is_written_whole():
     assert made.domain is None
 
 
-# -- attention to another sequence ---------------------------------------------------------------------------------
+# -- cross-attention -----------------------------------------------------------------------------------------------
 
 
 def crossed(**options):
@@ -79,11 +79,11 @@ def crossed(**options):
     return g
 
 
-def test_cross_attention():
+def test_cross_attention_flops_and_params():
     g = crossed()
     assert g.outputs[0].shape == (B, S, D)
     assert cg.param_count(g) == 2 * D * H * K + 2 * E * H * K
-    # queries and the way back of S positions, keys and values of M, two products of all pairs
+    # queries and output projection have S positions, keys and values M; two products over all pairs
     expected = 4 * B * S * D * H * K + 4 * B * M * E * H * K + 4 * B * H * S * M * K
     assert cg.matmul_flops(g) == expand(expected)
     assert cg.param_count(crossed(groups=G)) == expand(2 * D * H * K + 2 * E * G * K)
@@ -102,7 +102,7 @@ def test_cross_attention_keeps_keys_and_values_for_decode():
         crossed(cached=1)
 
 
-def test_self_attention_may_have_no_bias_of_keys():
+def test_self_attention_without_key_bias():
     with cg.Graph("g") as g:
         cg.nn.self_attention(*inputs(g, x=(B, S, D)), H, K, causal=False, bias=True, key_bias=False, out_bias=True)
     assert cg.param_count(g) == expand(4 * D * H * K + 2 * H * K + D)
@@ -111,7 +111,7 @@ def test_self_attention_may_have_no_bias_of_keys():
 # -- positions, times, patches -------------------------------------------------------------------------------------
 
 
-def test_relative_biases():
+def test_relative_bias_costs():
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.nn.relative_bias(cg.ops.arange(S), cg.ops.arange(T), H, buckets=N))
     assert g.outputs[0].shape == (1, H, S, T)
@@ -125,10 +125,10 @@ def test_relative_biases():
     assert (total.pointwise, total.transcendental) == (10 * S * T, S * T)
 
 
-def test_positions_that_are_none_are_refused():
+def test_invalid_positions_raise():
     with cg.Graph("g") as g:
         x = g.input("x", (S,))
-        with pytest.raises(ShapeError, match=r"positions x\(S; fp32\), expected integers of one axis"):
+        with pytest.raises(ShapeError, match=r"positions x\(S; fp32\), expected integers with one axis"):
             cg.nn.relative_bias(cg.ops.arange(S), x, H)
         with pytest.raises(ShapeError, match="expected one axis"):
             cg.nn.timestep_embedding(g.input("t", (B, S)), 8)
@@ -138,7 +138,7 @@ def test_positions_that_are_none_are_refused():
             cg.nn.relative_bias(cg.ops.arange(S), cg.ops.arange(S), H, bidirectional=1)
 
 
-def test_times_become_sinusoids():
+def test_timestep_embedding_costs():
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.nn.timestep_embedding(g.input("t", (B,), "int64"), 2 * K))
     total = cg.costs(g).total()
@@ -148,21 +148,21 @@ def test_times_become_sinusoids():
 
 
 @each(("side", "patch"), [(23, 5), (224, 16), (7, 7), (11, 1)])
-def test_patches(side, patch):
+def test_patch_embedding_counts_whole_patches(side, patch):
     with cg.Graph("g") as g:
         g.output(cg.nn.patch_embedding(g.input("x", (B, 3, R, R)), patch, D))
-    count = (side // patch) ** 2  # what is left over belongs to no patch
+    count = (side // patch) ** 2  # remaining pixels belong to no patch
     assert cg.evaluate(g.outputs[0].shape[1], R=side) == count
     assert cg.matmul_flops(g, R=side, B=2, D=13) == 2 * 2 * count * 13 * 3 * patch**2
     assert cg.param_count(g) == D * (3 * patch**2 + 1)
 
 
-def test_what_is_added_to_patches_leaves_their_layout():
-    """The vectors of a convolution lie with their elements apart, and so does a sum with dense positions in torch."""
+def test_adding_positions_keeps_patch_layout():
+    """Convolution outputs are channel-strided, and adding dense positions keeps that layout in torch."""
     images = torch.zeros(2, 3, 23, 23)
-    made = torch.nn.Conv2d(3, 7, 5, 5)(images).flatten(2).transpose(1, 2) + torch.zeros(1, 16, 7)
+    patches = torch.nn.Conv2d(3, 7, 5, 5)(images).flatten(2).transpose(1, 2) + torch.zeros(1, 16, 7)
     with cg.Graph("g") as g:
         x = cg.nn.patch_embedding(g.input("x", (B, 3, R, R)), 5, D)
         y = x + g.param("positions", (1, *x.shape[1:]))
-    assert made.stride() == (7 * 16, 1, 16)
+    assert patches.stride() == (7 * 16, 1, 16)
     assert y.strides == (y.sizes[1] * y.sizes[2], 1, y.sizes[1])

@@ -1,4 +1,4 @@
-"""What is said of every op kind of the library: its record, what it does, how it is drawn, differentiated and run."""
+"""Completeness of every op kind: record, semantics, sampling, differentiation and lowering."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,7 +7,7 @@ from costgraph import testing
 from costgraph.ops.registry import KINDS
 from costgraph.transforms.vjp import NOT_DIFFERENTIABLE
 
-#: What is missing of a kind by its name, and why it has to be.
+#: Parts that a kind lacks, with the reason.
 WHY = {
     **{(kind.name, "vjp"): reason for kind, reason in NOT_DIFFERENTIABLE.items()},
     ("kernel", "vjp"): "has a body: its gradient is made of those of its ops",
@@ -18,13 +18,13 @@ WHY = {
     **{
         (name, what): "numbers of the interpreter are real: held against torch's in test_trace_complex.py"
         for name in ("fft", "view_as")
-        for what in ("meaning", "sample")
+        for what in ("reference_semantics", "strategy")
     },
 }
 
 
 def tables():
-    """What costgraph.torch registers, where there is torch."""
+    """Return the tables that costgraph.torch registers, if torch is installed."""
     if find_spec("torch") is None:
         return {}
     from costgraph.torch.lowering import LOWERINGS
@@ -32,23 +32,23 @@ def tables():
     return {"lowering": LOWERINGS}
 
 
-def test_everything_is_said_of_every_kind_or_it_is_said_why_not():
+def test_every_kind_is_complete_or_states_a_reason():
     also = tables()
-    own = {name: kind for name, kind in KINDS.items() if kind.__module__.startswith("costgraph.")}
-    found = {(name, what) for name, kind in own.items() for what in testing.missing(kind, **also)}
-    lacking = [f"{what} of {name}" for name, what in sorted(found - WHY.keys())]
+    builtin = {name: kind for name, kind in KINDS.items() if kind.__module__.startswith("costgraph.")}
+    absent = {(name, what) for name, kind in builtin.items() for what in testing.missing(kind, **also)}
+    lacking = [f"{what} of {name}" for name, what in sorted(absent - WHY.keys())]
     assert not lacking, f"missing, and no reason in WHY: {', '.join(lacking)}"
-    needless = [f"{what} of {name}" for name, what in sorted(WHY.keys() - found) if what in also or what != "lowering"]
+    needless = [f"{what} of {name}" for name, what in sorted(WHY.keys() - absent) if what in also or what != "lowering"]
     assert not needless, f"a reason in WHY, and not missing: {', '.join(needless)}"
     assert all(WHY.values())
 
 
-def test_the_page_of_what_holds_each_kind_is_that_of_these_tests():
-    """Each kind has a row, and each cell names a test that is there: `kinds_covered` writes the page anew."""
+def test_kinds_page_names_existing_tests():
+    """Each kind has a row, and each cell names an existing test; `kinds_covered` regenerates the page."""
     page = (Path(__file__).parents[1] / "docs" / "accuracy" / "kinds.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
-    own = {name for name, kind in KINDS.items() if kind.__module__.startswith("costgraph.")}
-    assert {row[0].strip("`") for row in rows} == own
+    builtin = {name for name, kind in KINDS.items() if kind.__module__.startswith("costgraph.")}
+    assert {row[0].strip("`") for row in rows} == builtin
     named = {cell.split("`")[1].split("[")[0] for row in rows for cell in row[1:] if "`" in cell}
     for file, _, function in (name.partition("::") for name in named):
         text = (Path(__file__).parent / file).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The page with sliders: its data and its engine against the answers of the library, and the file itself."""
+"""The explorer page: its data and JavaScript engine against the library, and the generated file."""
 
 import base64
 import hashlib
@@ -34,7 +34,7 @@ NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed: the engine needs a JavaScript to run in")
 B, S, D, F, L, T = cg.dims("B S D F L T")
 
-#: What is asked of node: at each state the exact totals and the peak, the times on each device, and live memory.
+#: Queries sent to node: at each state the exact totals and peak, the times per device, and live memory.
 PROGRAM = """
 const {Engine, holding, least, spent, timeline, violated} = require(process.argv[1]);
 const {data, asked} = JSON.parse(require("fs").readFileSync(0, "utf8"));
@@ -64,7 +64,7 @@ def in_node(program, given):
 
 
 def mlp():
-    """A stack of blocks with a size that is a quotient, a ceiling and an assumption."""
+    """A stack of blocks with a quotient, a ceiling and an assumption among its sizes."""
     with cg.Graph("mlp", dtype="bf16") as g:
         g.assume("F >= D")
 
@@ -83,7 +83,7 @@ def page_of(name):
     return views, json.loads(cg.explore(graph, views=views).data)
 
 
-#: Models of six families: attention, recurrences of latents, convolutions, state spaces, tables, and one of this file.
+#: Models from six families: attention, latent recurrences, convolutions, state spaces, tables, and the stack above.
 VIEWS = {
     "llama-3-8b": ["forward", "train precision=bf16 checkpoint=every-block", "forward dp=2 tp=T"],
     "gru-ptb-small": ["forward"],
@@ -95,14 +95,14 @@ VIEWS = {
 
 
 def drawn(data, views, times):
-    """States of sizes that the graphs allow, with a view and a device each."""
+    """Sample states: sizes that the graphs allow, with a view and a device each."""
     draw, names = random.Random(7), list(views)
     while times:
         at = draw.randrange(len(names))
         graph = views[names[at]]
-        own = data["views"][at]["sizes"]
-        free = [n for n in own if n in ("B", "S", "T", "L")]
-        sizes = {n: size for n, size in data["sizes"].items() if n in own}
+        view_sizes = data["views"][at]["sizes"]
+        free = [n for n in view_sizes if n in ("B", "S", "T", "L")]
+        sizes = {n: size for n, size in data["sizes"].items() if n in view_sizes}
         sizes |= {n: draw.choice([2, 4] if n == "T" else [8, 16, 56] if n == "B" else [3, 5, 7, 31] if n == "L"
                                  else [128, 1024, 4096, 131072]) for n in free}  # fmt: skip
         try:
@@ -115,7 +115,7 @@ def drawn(data, views, times):
 
 @needs_node
 @pytest.mark.parametrize("name", in_part(VIEWS, 0, 3))
-def test_the_engine_says_what_the_library_says(name):
+def test_engine_matches_library(name):
     views, data = page_of(name)
     asked = list(drawn(data, views, 4))
     answers = in_node(PROGRAM, {"data": data, "asked": [state for state, _ in asked]})
@@ -142,12 +142,12 @@ def test_the_engine_says_what_the_library_says(name):
         hardware = data["devices"][state["device"]]["id"]
         try:
             times = cg.roofline(graph, hardware, **sizes)
-        except cg.SpecError:  # a link that is not stated
+        except cg.SpecError:  # undeclared link
             assert answer["estimate"] is None
             continue
         assert answer["estimate"] == pytest.approx(times.estimate, rel=1e-12)
         assert answer["least"] == pytest.approx(times.lower_bound, rel=1e-12)
-        for found, r in zip(answer["bounds"], times.rows, strict=True):  # over which link may depend on an open degree
+        for found, r in zip(answer["bounds"], times.rows, strict=True):  # an open degree can decide the link
             assert found == r.bound or (found == "link" and r.links_s)
 
 
@@ -169,7 +169,7 @@ process.stdout.write(JSON.stringify(asked.map(({sizes, device: at}) => {
 
 @cache
 def lm():
-    """A language model of layers of one product, as small as one with stages can be."""
+    """A language model with one product per layer, the smallest with stages."""
     V = cg.dims("V")
     with cg.Graph("lm", dtype="bf16") as g:
         x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), g.param("table", (V, D)))
@@ -181,12 +181,12 @@ def lm():
 
 @needs_node
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.long)])
-def test_stages_of_a_pipeline_are_views_with_the_time_of_all(schedule):
+def test_pipeline_stages_are_views_with_total_time(schedule):
     view = f"train precision=bf16 accumulate=m pp=P dp=2 zero=1 schedule={schedule}"
     graph = views_of(lm(), [view])[view]
     data = json.loads(cg.explore(lm(), views={view: graph}).data)
     assert [v["name"] for v in data["views"]] == [f"{view}: {n} stage" for n in ("first", "middle", "last")]
-    assert data["sizes"]["P"] == 4  # the least tried of which there is a middle stage: a page starts where views hold
+    assert data["sizes"]["P"] == 4  # least value with a middle stage
     own = {"B": 2, "S": 128}
     asked = [{**own, "L": n * p, "P": p, "m": m} for n, p, m in ((3, 4, 11), (5, 3, 7), (4, 8, 8))]
     at = [d["id"] for d in data["devices"]].index("h100-sxm")
@@ -198,12 +198,12 @@ def test_stages_of_a_pipeline_are_views_with_the_time_of_all(schedule):
         assert [Fraction(p) for p in answer["peaks"]] == peaks
         assert max(peaks) == cg.peak_memory(graph, **sizes)
     few = {"data": data, "asked": [{"view": 1, "sizes": {**data["sizes"], "P": 2}, "device": at}]}
-    assert "there are P - 2 stages as this one, 1 or more" in in_node(PROGRAM, few)[0]["violated"]
+    assert "there are P - 2 stages like this one, 1 or more" in in_node(PROGRAM, few)[0]["violated"]
     start = {"data": data, "asked": [{"view": v, "sizes": data["sizes"], "device": at} for v in range(3)]}
     assert not any(answer["violated"] for answer in in_node(PROGRAM, start))
 
 
-def test_default_views_are_of_one_device_of_ranks_by_zero_and_of_stages():
+def test_default_views_cover_training_ranks_and_stages():
     data = json.loads(cg.explore("mlp").data)
     groups = {}
     for view in data["views"]:
@@ -218,8 +218,8 @@ def test_default_views_are_of_one_device_of_ranks_by_zero_and_of_stages():
     }  # fmt: skip
 
 
-def test_a_page_of_a_large_model_is_packed():
-    """Its data are a zlib stream in base 64: a text of 1,000,000 letters takes a hundredth of them."""
+def test_page_data_is_compressed():
+    """Page data are a zlib stream in base 64: 1,000,000 equal letters shrink a hundredfold."""
     page = Page("x", json.dumps("a" * 1_000_000))
     (packed,) = re.findall(r'id="data">([^<]*)</script>', page.html)
     assert zlib.decompress(base64.b64decode(packed)).decode() == page.data
@@ -238,8 +238,8 @@ process.stdout.write(JSON.stringify(sizes.map(s => {
 
 
 @needs_node
-def test_every_function_of_the_algebra_is_worked_out():
-    """Of whole numbers by hand: at B = 7, S = 2**40 + 1, D = 9, and at B = 8, S = 5, D = 7."""
+def test_engine_evaluates_every_algebra_function():
+    """Integers derived by hand: at B = 7, S = 2**40 + 1, D = 9, and at B = 8, S = 5, D = 7."""
     formulas = {
         3 * B**2 * S - 4: (3 * 49 * (2**40 + 1) - 4, 3 * 64 * 5 - 4),
         cg.Max(B * S, D**20): (9**20, 7**20),
@@ -254,15 +254,15 @@ def test_every_function_of_the_algebra_is_worked_out():
     made = Tables()
     rows = [made.row(poly(f)) for f in formulas]
     sizes = [{"B": 7, "S": 2**40 + 1, "D": 9}, {"B": 8, "S": 5, "D": 7}]
-    found = in_node(EXACT, {"tables": made.data(), "rows": rows, "sizes": sizes})
+    answers = in_node(EXACT, {"tables": made.data(), "rows": rows, "sizes": sizes})
     for i, expected in enumerate(formulas.values()):
-        for state, value in zip(found, expected, strict=True):
+        for state, value in zip(answers, expected, strict=True):
             exact, double = state[i]
             assert double == pytest.approx(float(value), rel=1e-14)
             assert Fraction(exact) == value if exact else i >= 7
 
 
-def test_a_function_that_the_engine_lacks_is_refused(monkeypatch):
+def test_unsupported_function_raises(monkeypatch):
     monkeypatch.delitem(tables._KINDS, sympy.log)
     with pytest.raises(cg.UnsupportedError, match=r"explore: 'log\(B\)': no rule for log, expected one of max, min"):
         Tables().row(poly(sympy.log(B)))
@@ -288,8 +288,8 @@ process.stdout.write(JSON.stringify(data.views.map(view => {
 
 
 @needs_node
-def test_a_state_works_each_formula_out_once():
-    """The most is the terms of all rows, as doubles and once more where cases are told apart exactly."""
+def test_each_formula_is_evaluated_once_per_state():
+    """The maximum is all rows' terms: as doubles, and again where cases need exact comparison."""
     _, data = page_of("llama-3-8b")
     terms = sum(len(row) // 2 for row in data["tables"]["rows"])
     counted = in_node(COUNTED, data)
@@ -297,7 +297,7 @@ def test_a_state_works_each_formula_out_once():
 
 
 @needs_node
-def test_what_is_assumed_and_how_deep_formulas_hold_is_said():
+def test_page_lists_assumptions_and_minimum_counts():
     _, data = page_of("mlp")
     sizes = {**data["sizes"], "L": 1, "D": 64, "F": 32}
     (answer,) = in_node(PROGRAM, {"data": data, "asked": [{"view": 0, "sizes": sizes, "device": 0}]})
@@ -311,34 +311,37 @@ def test_what_is_assumed_and_how_deep_formulas_hold_is_said():
         (["sideways"], "view 'sideways': expected forward, prefill, decode or train"),
         (
             ["train bits=3"],
-            "'bits', expected dp=, tp=, cp=, ep=, pp=, zero=, sequence, context=, reduce_each=, schedule",
+            "'bits', expected dp=, tp=, cp=, ep=, pp=, zero=, sequence, context=, reduce_every_microbatch=, schedule",
         ),
         (["forward dp=2 sequence=3"], "'sequence', expected dp=, tp=, "),
         (["train dp=2 zero"], "'zero', expected dp=, tp=, "),
         (["train dp=2 zero=one"], "explore: zero 'one', expected one of 0, 1, 2, 3"),
         (["train dp=2 zero=4"], "zero '4', expected one of 0, 1, 2, 3"),
         (["train dp=2 context=spiral"], "context 'spiral', expected one of gather"),
-        (["train dp=2 reduce_each=never"], "explore: reduce_each 'never', expected one of yes, no"),
+        (
+            ["train dp=2 reduce_every_microbatch=never"],
+            "explore: reduce_every_microbatch 'never', expected one of yes, no",
+        ),
         (["train clip=much"], "explore: clip='much', expected a number"),
         (["train optimizer=newton"], "optimizer='newton', expected one of sgd"),
         (["train checkpoint=never"], "--checkpoint 'never': expected none"),
         ("forward", "expected a list such as"),
         ([], "views is empty"),
-        ({"a": 3}, "expected graphs by the name"),
+        ({"a": 3}, "expected a mapping from view names to graphs"),
         ([7], "view 7, expected one such as"),
     ],
 )
-def test_views_that_are_none_are_refused(views, error):
+def test_invalid_views_raise(views, error):
     with pytest.raises(cg.CostGraphError, match=re.escape(error)):
         cg.explore(mlp(), views=views)
 
 
-def test_what_is_no_graph_is_refused():
+def test_exploring_a_non_graph_raises():
     with pytest.raises(cg.FormatError, match="explore: got 3, expected a graph or the name of a preset"):
         cg.explore(3)
 
 
-def test_a_page_is_one_file_under_its_own_policy(tmp_path):
+def test_page_is_one_file_with_content_security_policy(tmp_path):
     page = mlp().explore(tmp_path / "page.html", views={"</script><b>": mlp()})
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert text == page.html
@@ -348,7 +351,7 @@ def test_a_page_is_one_file_under_its_own_policy(tmp_path):
         digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
     assert policy.startswith("default-src 'none'; ")
-    # nothing is asked for, nothing is run that was not written: the parts of uPlot alone name its home page
+    # no network requests and no inline code but our own: only uPlot mentions its home page
     assert not re.search(r"<link|\bsrc=|\beval\(|new Function|fetch\(|XMLHttp|import\(|innerHTML", text)
     assert "</script><b>" not in text
     assert "Copyright (c) 2022 Leon Sorokin" in text
@@ -357,11 +360,11 @@ def test_a_page_is_one_file_under_its_own_policy(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b"])
-def test_a_page_is_small(name):
+def test_page_size_is_bounded(name):
     assert len(cg.explore(name, views=["forward", "decode"]).html) < 1_500_000
 
 
-def test_the_page_in_the_shell(tmp_path, capsys):
+def test_explore_command_writes_the_page(tmp_path, capsys):
     path = tmp_path / "p.html"
     assert main(["explore", "mlp", "--out", str(path), "--views", "forward", "--views", "train optimizer=sgd"]) == 0
     assert capsys.readouterr().out.startswith(f"{path}: mlp, ")
@@ -369,6 +372,6 @@ def test_the_page_in_the_shell(tmp_path, capsys):
 
 
 def unpacked(path):
-    """The data of a page that was written."""
+    """Return the data embedded in a page."""
     (packed,) = re.findall(r'id="data">([^<]*)</script>', path.read_text(encoding="utf-8"))
     return zlib.decompress(base64.b64decode(packed)).decode()

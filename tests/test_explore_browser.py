@@ -1,7 +1,7 @@
-"""The page with sliders in a real browser: what it shows is what the library answers, and it asks nobody.
+"""The explorer page in a real browser: it shows the library's answers and makes no network requests.
 
-It needs Chromium (Debian: `apt install chromium`) and `pip install "costgraph[browser]"`, which drives it. Pictures
-of the page at three widths are kept in the folder that COSTGRAPH_SCREENSHOTS names.
+It needs Chromium (Debian: `apt install chromium`) and `pip install "costgraph[browser]"`, which drives it.
+Screenshots at three widths go to the directory in COSTGRAPH_SCREENSHOTS.
 """
 
 import csv
@@ -18,19 +18,19 @@ from shared import load, training_step
 import costgraph as cg
 
 pytestmark = [pytest.mark.long, needs_chromium]
-#: A new address is a new state, also where it is the old one.
+#: Setting an address creates a new state, even for an equal address.
 GO = """hash => {
   delete document.body.dataset.estimate;
   history.replaceState(null, "", hash);
   dispatchEvent(new Event("hashchange"));
 }"""
-#: Models of six families.
+#: Models from six families.
 MODELS = ["llama-3-8b", "gru-ptb-small", "alexnet", "mamba-130m", "dlrm-small", "mlp"]
 
 
 @cache
 def graphs(name):
-    """Graphs by the name of a view."""
+    """Return graphs keyed by view name."""
     whole = load(name)
     if name not in ("llama-3-8b", "mlp"):
         return {"forward": whole}
@@ -45,7 +45,7 @@ def browser():
 
 
 class Shown:
-    """A page, opened; what it says beside its numbers is kept."""
+    """An open page that records its console messages."""
 
     def __init__(self, browser, path, **options):
         self.page, self.told, self.path = browser.new_page(**options), [], path
@@ -55,7 +55,7 @@ class Shown:
         self.open()
 
     def open(self, address=""):
-        """Open the page anew with an address."""
+        """Reload the page with an address."""
         self.page.goto("about:blank")
         self.page.goto(self.path.as_uri() + address)
         self.drawn()
@@ -64,12 +64,12 @@ class Shown:
         self.page.wait_for_selector("body[data-estimate]", state="attached")
 
     def go(self, **state):
-        """Put a state into the address of the open page."""
+        """Write a state into the open page's address."""
         self.page.evaluate(GO, "#" + urlencode(state))
         self.drawn()
 
     def number(self, key):
-        """The digits of a card."""
+        """Return the digits on a card."""
         return int(self.page.inner_text(f'[data-key="{key}"] small').split()[0].replace(",", ""))
 
     def close(self):
@@ -80,20 +80,20 @@ class Shown:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    made = {}
+    paths = {}
 
     def write(name):
-        if name not in made:
+        if name not in paths:
             path = tmp_path_factory.mktemp("pages") / f"{name}.html"
             cg.explore(name, path, views=graphs(name))
-            made[name] = path
-        return made[name]
+            paths[name] = path
+        return paths[name]
 
     return write
 
 
 def drawn_states(name, times):
-    """Views, devices and sizes, the depth among them."""
+    """Sample views, devices and sizes, including the depth."""
     draw, views = random.Random(11), graphs(name)
     choices = {"B": [1, 2, 8, 32], "L": [3, 4, 40, 127], "S": [128, 1024, 8192], "T": [128, 1024, 8192]}
     for _ in range(times):
@@ -104,7 +104,7 @@ def drawn_states(name, times):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_numbers_are_those_of_the_library(name, browser, written):
+def test_displayed_numbers_match_library(name, browser, written):
     shown = Shown(browser, written(name))
     for view, graph, device, sizes in drawn_states(name, 50):
         shown.go(view=view, device=device, **sizes)
@@ -121,7 +121,7 @@ def test_numbers_are_those_of_the_library(name, browser, written):
     shown.close()
 
 
-def test_a_size_that_is_typed_is_in_the_address_and_comes_back(browser, written):
+def test_typed_size_round_trips_through_address(browser, written):
     shown = Shown(browser, written("llama-3-8b"))
     shown.page.fill("#size-S", "4099")
     address = shown.page.evaluate("location.hash")
@@ -133,7 +133,7 @@ def test_a_size_that_is_typed_is_in_the_address_and_comes_back(browser, written)
     shown.close()
 
 
-def test_keys_move_a_slider(browser, written):
+def test_keyboard_moves_slider(browser, written):
     shown = Shown(browser, written("mlp"))
     before = int(shown.page.input_value("#size-B"))
     shown.page.focus('[aria-label="B, slider"]')
@@ -144,11 +144,11 @@ def test_keys_move_a_slider(browser, written):
 
 
 @pytest.mark.parametrize("width", [1280, 768, 375])
-def test_nothing_scrolls_sideways(width, browser, written, tmp_path):
+def test_page_has_no_horizontal_scroll(width, browser, written, tmp_path):
     shown = Shown(browser, written("llama-3-8b"), viewport={"width": width, "height": 900})
     assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
     assert shown.page.evaluate("document.querySelector('h1').getBoundingClientRect().bottom") < 900
-    shown.page.wait_for_timeout(500)  # what is out of sight is drawn once the page rests
+    shown.page.wait_for_timeout(500)  # content below the fold is drawn once the page rests
     folder = Path(os.environ.get("COSTGRAPH_SCREENSHOTS", tmp_path))
     for view in graphs("llama-3-8b"):
         shown.go(view=view)
@@ -157,7 +157,7 @@ def test_nothing_scrolls_sideways(width, browser, written, tmp_path):
     shown.close()
 
 
-def test_a_dark_room_has_a_dark_page(browser, written):
+def test_page_follows_dark_color_scheme(browser, written):
     grounds = []
     for scheme in ("light", "dark"):
         shown = Shown(browser, written("mlp"), color_scheme=scheme)
@@ -170,7 +170,7 @@ def test_a_dark_room_has_a_dark_page(browser, written):
     assert dark_ground < dark_letters
 
 
-def test_the_table_is_downloaded(browser, written):
+def test_table_can_be_downloaded(browser, written):
     shown = Shown(browser, written("llama-3-8b"))
     with shown.page.expect_download() as given:
         shown.page.click("#csv")
@@ -185,7 +185,7 @@ def test_the_table_is_downloaded(browser, written):
     shown.page.close()
 
 
-#: A slider that moves in each of 40 frames: how often something was drawn meanwhile.
+#: Move a slider in each of 40 frames and count the redraws.
 DRAG = """async () => {
   const seen = { ops: 0, sent: 0, cards: 0 };
   const watchers = Object.keys(seen).map(id => {
@@ -204,7 +204,7 @@ DRAG = """async () => {
 }"""
 
 
-def test_a_frame_draws_what_is_in_sight_and_the_rest_follows(browser, written):
+def test_frame_draws_visible_content_first(browser, written):
     shown = Shown(browser, written("llama-3-8b"), viewport={"width": 1280, "height": 700})
     shown.page.wait_for_timeout(500)
     seen = shown.page.evaluate(DRAG)
@@ -213,11 +213,11 @@ def test_a_frame_draws_what_is_in_sight_and_the_rest_follows(browser, written):
     sizes = {n: int(shown.page.input_value(f"#size-{n}")) for n in "BS"}
     longest = max(cg.roofline(load("llama-3-8b"), "h100-sxm", **sizes).rows, key=lambda r: r.seconds)
     driver.expect(shown.page.locator("#ops tbody td").first).to_have_text(longest.op)
-    assert "peak memory" in shown.page.locator("#spoken").text_content()  # a screen reader hears of it once
+    assert "peak memory" in shown.page.locator("#spoken").text_content()  # a screen reader announces it once
     shown.close()
 
 
-def test_every_control_has_a_name_and_keys_reach_it(browser, written):
+def test_controls_are_labelled_and_focusable(browser, written):
     shown = Shown(browser, written("llama-3-8b"))
     nameless = """() =>
       [...document.querySelectorAll("input, select, button, section:not([hidden], [role])")].filter(e =>
@@ -232,7 +232,7 @@ def test_every_control_has_a_name_and_keys_reach_it(browser, written):
     shown.close()
 
 
-def test_a_rank_shows_what_it_sends(browser, tmp_path):
+def test_rank_view_shows_communication(browser, tmp_path):
     rank = cg.parallelize(load("llama-3-8b"), tp=cg.dims("T"))
     cg.explore(rank, tmp_path / "rank.html")
     shown = Shown(browser, tmp_path / "rank.html")
@@ -244,7 +244,7 @@ def test_a_rank_shows_what_it_sends(browser, tmp_path):
     shown.close()
 
 
-def test_a_stage_shows_its_memory_and_the_time_of_all(browser, tmp_path):
+def test_stage_view_shows_its_memory_and_total_time(browser, tmp_path):
     view = "train precision=bf16 accumulate=m pp=P"
     cg.explore("llama-3-8b", tmp_path / "stages.html", views=["forward", view])
     step = training_step(load("llama-3-8b"), precision="bf16", accumulate=cg.dims("m"))
@@ -262,5 +262,5 @@ def test_a_stage_shows_its_memory_and_the_time_of_all(browser, tmp_path):
         assert f"the largest stage {share:.1f}%" in shown.page.inner_text("[data-key=fits] small")
         assert shown.page.inner_text("#warnings") == ""
     shown.go(view=f"{view}: middle stage", **{**sizes, "P": 2})
-    assert "there are P - 2 stages as this one, 1 or more" in shown.page.inner_text("#warnings")
+    assert "there are P - 2 stages like this one, 1 or more" in shown.page.inner_text("#warnings")
     shown.close()

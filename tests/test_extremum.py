@@ -1,4 +1,4 @@
-"""Max and Min as sympy objects: every use has the value that Python's max and min have at points."""
+"""Max and Min as sympy objects: every operation agrees with Python's max and min at points."""
 
 import copy
 import math
@@ -34,7 +34,7 @@ def exactly(number):
 
 
 def big(seed=1, arguments=20, terms=20):
-    """A Max of polynomials of many terms in 8 symbols."""
+    """A Max over polynomials with many terms in 8 symbols."""
     rnd = random.Random(seed)
     names = dims("A B C D E F G H")
     return Max(
@@ -108,7 +108,7 @@ def test_form_is_canonical(exprs, kinds):
     assert not built.atoms(sympy.Float)
 
 
-def test_arguments_are_pruned_and_flattened():
+def test_arguments_are_flattened_and_pruned():
     assert Max(B * D, 2 * B * D, A * B) == Max(A * B, 2 * B * D)
     assert str(Max(B * D, 2 * B * D, A * B)) == "Max(A*B, 2*B*D)"
     assert Max(A, Max(B, C)) == Max(A, B, C)
@@ -124,7 +124,7 @@ def test_arguments_are_pruned_and_flattened():
 
 
 @each("wrong", ["A", None, True, [A], sympy.true, A > 1, sympy.nan, sympy.I, sympy.oo, sympy.zoo, object])
-def test_what_is_no_formula_is_refused(wrong):
+def test_non_formula_arguments_raise(wrong):
     with pytest.raises(ShapeError):
         Max(A, wrong)
     with pytest.raises(ShapeError):
@@ -147,7 +147,7 @@ def test_derivatives_away_from_ties(exprs, kinds, point):
     numbers = [point[s.name] for s in SYMBOLS]
     for modules in ("numpy", "math"):
         assert float(sympy.lambdify(SYMBOLS, slope, modules)(*numbers)) == pytest.approx(float(expected))
-    # a difference quotient close enough that no other argument takes over
+    # a difference quotient small enough that no other argument takes over
     step = 1e-6
     call = sympy.lambdify(SYMBOLS, ours(*exprs), "math")
     ahead, behind = (call(numbers[0] + h, *numbers[1:]) for h in (step, -step))
@@ -158,7 +158,7 @@ def test_derivatives_away_from_ties(exprs, kinds, point):
         )
 
 
-def test_derivative_on_arrays_of_many_shapes():
+def test_derivative_broadcasts_over_arrays():
     slope = sympy.lambdify((A, B), Max(A * B, B**2, 5 * A).diff(A), "numpy")
     a, b = np.arange(1.0, 5).reshape(4, 1), np.arange(1.0, 9)
     expected = np.select(
@@ -185,14 +185,14 @@ def test_lambdify_on_numpy_and_math(exprs, kinds, point):
     assert np.allclose(sympy.lambdify(SYMBOLS, built, "numpy")(*arrays), expected)
 
 
-def test_lambdify_of_more_arguments_than_python_nests_brackets():
+def test_lambdify_with_more_arguments_than_python_nesting_limit():
     rows = Max(*(k * A + (300**2 - k**2) * B for k in range(1, 210)))
-    assert len(rows.args) == 209  # each lies above the means of the others
+    assert len(rows.args) == 209  # each lies above the means of its neighbours
     call = sympy.lambdify((A, B), rows, "numpy")
     assert call(np.array([1.0]), np.array([2.0]))[0] == int(rows.subs({A: 1, B: 2}))
 
 
-def test_printing():
+def test_printed_forms():
     m = Max(A * B, C)
     assert str(m) == repr(m) == "Max(A*B, C)"
     assert str(2 * m + 1) == "2*Max(A*B, C) + 1"
@@ -204,7 +204,7 @@ def test_printing():
     assert sympy.pycode(m) == "max(A*B, C)"
 
 
-def test_rewrite_and_evalf():
+def test_rewrite_and_evalf_keep_the_value():
     m = Max(A * B, C)
     rewritten = m.rewrite(sympy.Max)
     assert type(rewritten) is sympy.Max
@@ -214,7 +214,7 @@ def test_rewrite_and_evalf():
     assert Max(sympy.sqrt(2), sympy.Rational(3, 2)).evalf() == 1.5
 
 
-def test_sympys_functions_keep_the_value():
+def test_sympy_functions_keep_the_value():
     m, point = Max(A * B, C, D**2), {"A": 3, "B": 4, "C": 7, "D": 2}
     number = 12
     for name, expr, expected in [
@@ -240,7 +240,7 @@ def test_sympys_functions_keep_the_value():
     assert m.subs(A * B, C) == Max(C, D**2)
 
 
-def test_floats_are_carried_where_the_user_brings_them():
+def test_user_floats_are_kept():
     m = Max(A, B)
     assert (0.5 * m + 1.5).subs({A: 3, B: 4}) == 3.5
     assert Max(A, 2.5).subs(A, 2) == 2.5
@@ -260,7 +260,7 @@ def owners(m):
     return {str(r.formula): (r.op, r.phase) for r in regimes(m)}
 
 
-def test_owners_stay_with_their_arguments():
+def test_owners_follow_their_arguments():
     expected = {"A*B": ("up", "forward"), "C": ("down", "backward"), "D**2": (None, None)}
     assert owners(OWNED) == expected
     for same in (
@@ -304,21 +304,21 @@ def test_regimes(formula, expected):
     assert [r.formula for r in regimes(formula)] == expected
 
 
-def test_regimes_of_no_formula():
+def test_regimes_of_a_non_formula_raise():
     with pytest.raises(ShapeError, match="expected a number or a formula"):
         regimes("Max(A, B)")
 
 
-def test_extremum_takes_what_was_pruned_already():
-    found = extremum([(poly(A), Owner("a")), (poly(B), Owner("b"))], largest=False)
-    assert found == Min(A, B, owners=[Owner("a"), Owner("b")])
+def test_extremum_accepts_pruned_candidates():
+    minimum = extremum([(poly(A), Owner("a")), (poly(B), Owner("b"))], largest=False)
+    assert minimum == Min(A, B, owners=[Owner("a"), Owner("b")])
     assert extremum([(poly(A), Owner("a"))]) == A
 
 
 # -- size --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_large_maximum_works_in_every_use():
+def test_large_max_supports_all_operations():
     m, point = big(), {n: i + 2 for i, n in enumerate("ABCDEFGH")}
     bound = {s: point[s.name] for s in m.free_symbols}
     expected = max(value(a, point) for a in m.args)
@@ -333,7 +333,7 @@ def test_a_large_maximum_works_in_every_use():
     assert m.diff(A).subs(bound) == value(
         sympy.expand(next(a for a in m.args if value(a, point) == expected).diff(A)), point
     )
-    # a derivative holds each argument once, not once for each of them
+    # a derivative holds each argument once, not one copy per argument
     assert m.diff(A).count_ops() < 4 * m.count_ops()
     assert math.isclose(cg.evaluate(m, **point), expected)
     assert len(regimes(1 + m)) == len(m.args)
@@ -359,76 +359,76 @@ def test_a_large_maximum_works_in_every_use():
         (Max(2.5 * A, B), A, {A: 1, B: 3}, 0),
     ],
 )
-def test_the_derivative_is_that_of_the_argument_that_is_the_extremum(formula, by, sizes, expected):
+def test_derivative_follows_the_active_argument(formula, by, sizes, expected):
     slope = formula.diff(by)
     assert sympy.simplify(slope.subs(sizes) - expected) == 0
     first, *others = sizes.items()
     assert sympy.simplify(slope.subs(dict([first])).subs(dict(others)) - expected) == 0
 
 
-def test_of_equal_arguments_the_first_one_has_the_derivative():
+def test_derivative_at_ties_follows_first_argument():
     for formula in (Max(A, B), Min(A, B)):
         first = formula.args[0]
         assert formula.diff(first).subs({A: 3, B: 3}) == 1
         assert formula.diff(formula.args[1]).subs({A: 3, B: 3}) == 0
 
 
-def test_a_derivative_is_real_and_survives_sympys_tools():
+def test_derivative_is_real_and_survives_sympy_operations():
     slope = Max(A, B).diff(A)
     assert slope.is_real is True
     assert sympy.simplify(slope) == slope
-    assert slope.subs(sympy.floor(C / 2), 3) == slope  # what does not occur
+    assert slope.subs(sympy.floor(C / 2), 3) == slope  # substituting an absent term changes nothing
     assert slope.subs(C, 3) == slope
     assert (slope + 1).subs({A: 5, B: 2}) == 2
 
 
-def test_the_second_derivative_is_that_of_the_same_argument():
+def test_second_derivative_follows_the_active_argument():
     slope = Max(A**3, B * A**2).diff(A).diff(A)
     assert slope.subs({A: 5, B: 2}) == 6 * 5
     assert slope.subs({A: 2, B: 5}) == 2 * 5
 
 
-# -- what is known of them ---------------------------------------------------------------------------------------------
+# -- assumptions about extrema -----------------------------------------------------------------------------------------
 
 
 @each(
     ("formula", "positive"),
     [
-        (Max(A - 5, B), True),  # one that is positive is enough
+        (Max(A - 5, B), True),  # one positive argument suffices
         (Min(A - 5, B), None),
         (Max(A - 5, B - 5), None),
         (Min(A, B), True),
         (Max(A, B), True),
     ],
 )
-def test_a_maximum_is_positive_with_one_argument_a_minimum_with_all(formula, positive):
+def test_max_needs_one_positive_argument_and_min_all(formula, positive):
     assert formula.is_positive is positive
 
 
 @each(
     ("formula", "whole"), [(Max(A / 2, B), None), (Max(A, B), True), (Min(A / 2, B / 2), None), (Min(A, 3 * B), True)]
 )
-def test_whole_numbers_only_where_all_arguments_are(formula, whole):
+def test_extremum_is_integer_if_all_arguments_are(formula, whole):
     assert formula.is_integer is whole
 
 
 # -- sympy's own tools -------------------------------------------------------------------------------------------------
 
 
-def test_without_owners_it_is_rebuilt_by_its_own_class():
+def test_ownerless_extremum_rebuilds_from_its_class():
     assert Max(A, B).func is Max
     assert Min(A, B).func is Min
     assert Max(A, B).func(A, B) == Max(A, B)
 
 
 @pytest.mark.parametrize("owners", [[Owner("up", "forward"), Owner()], [Owner(), Owner(None, "backward")]])
-def test_with_an_owner_it_is_rebuilt_with_it(owners):
+def test_owned_extremum_rebuilds_with_owners(owners):
     formula = Max(A, B, owners=owners)
     assert formula.func(*formula.args).owners == tuple(owners)
     assert formula.func(*formula.args) == formula
 
 
-def test_formulas_of_other_ops_or_phases_differ():
+def test_extrema_with_different_owners_differ():
     made = {
         Max(A, B, owners=[Owner(op, phase), Owner("down", "forward")])
         for op in ("up", None)
@@ -437,13 +437,13 @@ def test_formulas_of_other_ops_or_phases_differ():
     assert len(made) == 6
 
 
-def test_symbols_and_parts_are_replaced_at_once():
+def test_symbols_and_subexpressions_are_replaced_simultaneously():
     formula = Max(A * D, sympy.floor(B / 2))
     assert formula.xreplace({A: C, sympy.floor(B / 2): 7 * C}) == Max(C * D, 7 * C)
     assert (1 + formula).xreplace({formula: C}) == C + 1
 
 
-def test_rewriting_gives_sympys_class_where_it_is_asked_for():
+def test_rewrite_returns_sympy_class():
     assert type(Max(A, B).rewrite(sympy.Max)) is type(sympy.Max(A, B))
     assert type(Min(A, B).rewrite(sympy.Min)) is type(sympy.Min(A, B))
     for other in (sympy.Min, sympy.Abs):
@@ -451,13 +451,13 @@ def test_rewriting_gives_sympys_class_where_it_is_asked_for():
         assert type(Max(A, B).rewrite(other)) is Max
 
 
-def test_a_power_has_its_exponent_in_latex():
+def test_latex_of_a_power_shows_exponent():
     assert sympy.latex(Max(A, B)) == r"\max\left(A, B\right)"
     assert sympy.latex(Min(A, B) ** 2) == r"\min\left(A, B\right)^{2}"
 
 
 @pytest.mark.parametrize(("kind", "low", "high"), [(Max, 2.5, 7), (Min, 2.5, 2)])
-def test_floats_beside_symbols_are_compared_once_they_are_numbers(kind, low, high):
+def test_floats_are_compared_once_symbols_are_bound(kind, low, high):
     formula = kind(A, sympy.Float(2.5))
     assert type(formula) is kind
     assert formula.free_symbols == {A}

@@ -1,4 +1,4 @@
-"""A graph whose block was left is finished: what would add to it is refused, until it is entered again."""
+"""Leaving a graph's block finishes it: adding to it raises until it is entered again."""
 
 import copy
 from contextlib import suppress
@@ -103,7 +103,7 @@ def graph(request, tmp_path):
 
 
 def figures(g):
-    """What a graph says and costs."""
+    """Return a graph's description and costs."""
     nodes = [(len(b.ops), len(b.tensors), b.number_of_edges(), b.frozen) for b in g.bodies()]
     stated = [r.text for r in g.relations.relations], dict(g.defaults), g.loss, g.dtype, list(g.outputs)
     return nodes, stated, cg.flops(g), cg.bytes_moved(g), cg.peak_memory(g), cg.param_count(g)
@@ -114,7 +114,7 @@ def first(g):
 
 
 def factors(g):
-    """Two tensors whose product `@` takes."""
+    """Return two tensors that `@` can multiply."""
     wanted = ((a, b) for a in g.tensors for b in g.tensors if a.ndim > 1 and b.ndim == 2)
     return next(((a, b) for a, b in wanted if a.sizes[-1] == b.sizes[0]), None)
 
@@ -176,46 +176,46 @@ METHODS = {
 }
 
 
-def refused(g, asked):
+def expect_finished(g, asked):
     text = f"{asked}: graph '{g.root.name}' is finished, expected an open one: 'with g:' opens graph g again"
     return pytest.raises(cg.GraphError, match=f"^{text}$")
 
 
-def test_nothing_is_added_to_a_finished_graph(graph):
+def test_adding_to_a_finished_graph_raises(graph):
     before, t, pair = figures(graph), first(graph), factors(graph)
     assert nx.is_frozen(graph)
     for asked, call in (OPERATORS | FUNCTIONS).items():
         if t.ndim > 1 or ((t.ndim or asked not in AXES) and "transpose" not in asked):
-            with refused(graph, asked.partition(" ")[0]):
+            with expect_finished(graph, asked.partition(" ")[0]):
                 call(t)
     for asked, call in METHODS.items():
-        with refused(graph, asked):
+        with expect_finished(graph, asked):
             call(graph)
     if pair is not None:
-        with refused(graph, "matmul"):
+        with expect_finished(graph, "matmul"):
             pair[0] @ pair[1]
     assert figures(graph) == before
 
 
-def test_a_graph_that_is_entered_again_goes_on(graph):
+def test_reentered_graph_accepts_ops(graph):
     ops, count, flops = len(graph.ops), cg.param_count(graph), cg.flops(graph)
     t = first(graph)
     with graph as again:
         assert again is graph
         assert not nx.is_frozen(graph)
-        made = cg.tanh(t) * 2.0
+        result = cg.tanh(t) * 2.0
         graph.param("new", (7,))
-        graph.output(made)
+        graph.output(result)
     assert (len(graph.ops), cg.param_count(graph)) == (ops + 2, count + 7)
     points = t.numel.expr.subs({n: graph.defaults.get(n.name, n) for n in t.numel.expr.free_symbols})
     assert (cg.flops(graph) - flops - 2 * points).expand() == 0
-    assert graph.outputs[-1] is made
-    with refused(graph, "relu"):
-        cg.relu(made)
+    assert graph.outputs[-1] is result
+    with expect_finished(graph, "relu"):
+        cg.relu(result)
 
 
 @each("make", [declared, stepped, folded])
-def test_bodies_are_finished_with_their_graph(make):
+def test_bodies_finish_with_their_graph(make):
     g = make()
     bodies = [b for b in g.bodies() if b is not g]
     assert bodies
@@ -223,12 +223,12 @@ def test_bodies_are_finished_with_their_graph(make):
     for body in bodies:
         t = body.ops[-1].results[0]
         for asked, call in (("relu", cg.relu), ("mul", lambda t: t * 2.0)):
-            with refused(g, asked):
+            with expect_finished(g, asked):
                 call(t)
-            with refused(g, asked), body:  # it is opened with its graph, not by itself
+            with expect_finished(g, asked), body:  # a body opens with its graph, not on its own
                 call(t)
         for asked in ("param 'new'", "add_edge", "remove_node"):
-            with refused(g, asked):
+            with expect_finished(g, asked):
                 METHODS[asked](body)
     assert figures(g) == before
     with g:
@@ -236,7 +236,7 @@ def test_bodies_are_finished_with_their_graph(make):
     assert all(map(nx.is_frozen, bodies))
 
 
-def test_what_is_stated_of_a_finished_graph_counts(graph):
+def test_metadata_of_a_finished_graph_can_change(graph):
     t = first(graph)
     peak = cg.peak_memory(graph)
     graph.assume("Z >= 2", "Z <= 5")
@@ -252,21 +252,21 @@ def test_what_is_stated_of_a_finished_graph_counts(graph):
     if name is not None:
         graph.defaults = {**graph.defaults, name: 2}
         assert name not in map(str, getattr(cg.flops(graph), "free_symbols", ()))
-    with refused(graph, "relu"):
+    with expect_finished(graph, "relu"):
         cg.relu(t)
 
 
-def test_what_a_kernel_keeps_is_stated_while_it_is_open():
+def test_saved_tensors_of_a_kernel_are_set_while_open():
     from costgraph.ops.loops import save
 
     g = declared()
     op = next(op for op in g.walk() if op.graph.fused)
-    with refused(g, "save"):
+    with expect_finished(g, "save"):
         save(op.results[0])
     assert not op.kind.save
 
 
-def test_a_block_inside_of_a_block_leaves_the_graph_open():
+def test_nested_with_block_leaves_graph_open():
     g = declared()
     with g:
         with g:
@@ -278,15 +278,15 @@ def test_a_block_inside_of_a_block_leaves_the_graph_open():
     assert nx.is_frozen(g)
 
 
-def test_what_is_added_is_validated_when_the_block_is_left_again():
+def test_reentered_graph_is_validated_on_exit():
     g = declared()
-    with pytest.raises(cg.GraphError, match="kernel 'unread': nothing outside reads"), g, cg.kernel("unread"):
+    with pytest.raises(cg.GraphError, match="kernel 'unread': no op outside reads"), g, cg.kernel("unread"):
         cg.relu(g.outputs[0])
-    with refused(g, "relu"):
+    with expect_finished(g, "relu"):
         cg.relu(g.outputs[0])
 
 
-def test_a_graph_that_was_never_entered_is_open():
+def test_never_entered_graph_is_open():
     g = cg.Graph("plain")
     x = g.input("x", (B,))
     g.output(cg.relu(x))
@@ -296,17 +296,17 @@ def test_a_graph_that_was_never_entered_is_open():
     assert not nx.is_frozen(g)
 
 
-def test_tensors_of_another_graph_are_told_first():
+def test_foreign_tensor_error_comes_first():
     a, b = declared("a"), declared("b")
     for left, right in ((a, b), (b, a)):
         text = f"belongs to graph '{right.name}', expected one of graph '{left.name}'"
         with pytest.raises(cg.GraphError, match=text), b:
             left.outputs[0] + right.outputs[0]
-    with refused(a, "relu"), b:
+    with expect_finished(a, "relu"), b:
         cg.relu(a.outputs[0])
 
 
-def test_copies_are_open_and_views_are_not():
+def test_copies_are_open_and_views_are_finished():
     g = declared()
     before = figures(g)
     for made in (g.copy(), copy.copy(g), cg.Graph(g), g.reverse(copy=False).copy()):
@@ -319,29 +319,29 @@ def test_copies_are_open_and_views_are_not():
     with twin:
         twin.output(twin.ops[-1].results[0])
     assert nx.is_frozen(twin)
-    with refused(g, "relu"):
-        cg.relu(twin.outputs[0])  # its tensors are those of the original
+    with expect_finished(g, "relu"):
+        cg.relu(twin.outputs[0])  # its tensors belong to the original
     for view in (g.subgraph(list(g)), g.reverse(copy=False), g.copy(as_view=True)):
         assert cg.flops(view) == cg.flops(g)
-        with refused(g, "param 'new'"), view:
+        with expect_finished(g, "param 'new'"), view:
             view.param("new", (7,))
     assert figures(g) == before
 
 
-def test_what_networkx_froze_is_opened_alike():
+def test_networkx_frozen_graph_reopens_on_entry():
     g = cg.Graph("plain")
     g.output(cg.relu(g.input("x", (B,))))
     nx.freeze(g)
-    with refused(g, "relu"):
+    with expect_finished(g, "relu"):
         cg.relu(g.outputs[0])
     with g:
         g.output(cg.relu(g.outputs[0]))
     assert cg.flops(g) == 2 * B
-    with refused(g, "add_node 'new'"):
+    with expect_finished(g, "add_node 'new'"):
         g.add_node("new")
 
 
-def test_figures_of_lists_that_were_changed_in_place_are_new():
+def test_in_place_list_changes_invalidate_cached_costs():
     g = declared()
     assert cg.param_count(g) == 2 * D * F + D**2 * L
     with g:

@@ -1,4 +1,4 @@
-"""Folding: equal blocks written out become a loop, whose costs are those of the same model at any depth."""
+"""Folding: equal unrolled blocks become a loop with the costs of the same model at any depth."""
 
 from collections import Counter
 from fractions import Fraction
@@ -28,7 +28,7 @@ def answers(g, **sizes):
     return {name: Fraction(ask(g, **sizes)) for name, ask in COSTS.items()} | dict(rows)
 
 
-# -- blocks declared one by one ----------------------------------------------------------------------------------
+# -- unrolled blocks ---------------------------------------------------------------------------------------------
 
 
 def residual(g, i, x, *rest):
@@ -36,12 +36,12 @@ def residual(g, i, x, *rest):
 
 
 def shared(g, i, x, mask, w):
-    # one tensor that is made outside, and one parameter, are read by all blocks
+    # all blocks read one outer tensor and share one parameter
     return cg.relu(x * mask) @ w
 
 
 def two_back(g, i, x, *rest):
-    # what the block before the last one made is read as well
+    # also reads the output of the block before the previous one
     history.append(x)
     return cg.tanh(x) + history[max(i - 1, 0)]
 
@@ -60,7 +60,7 @@ BODIES = {f.__name__: f for f in (residual, shared, two_back, held, passed)}
 
 
 def model(body, count, edges=()):
-    """A stack of blocks; those at the edges may have something of their own."""
+    """A stack of blocks; edge blocks can have extra ops."""
     history.clear()
     with cg.Graph("model") as g:
         x = cg.gelu(g.input("x", (B, D)))
@@ -75,7 +75,7 @@ def model(body, count, edges=()):
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_folded_blocks_cost_what_as_many_blocks_cost(name):
+def test_folded_blocks_cost_the_same_as_unrolled_blocks(name):
     sizes = {k: n for k, n in SIZES.items() if k != "F" or name == "residual"}
     folded = cg.fold(model(BODIES[name], 7), "net/h", "L")
     (loop,) = [op for op in folded.ops if op.loop is not None]
@@ -90,11 +90,11 @@ def test_folded_blocks_cost_what_as_many_blocks_cost(name):
             assert cg.evaluate(formula, **known) == cg.peak_memory(plain, **sizes)
 
 
-def test_every_law_holds_for_a_folded_graph():
+def test_folded_graph_keeps_all_laws():
     testing.check(cg.fold(model(residual, 4), "net/h", "L"), L=5, **SIZES)
 
 
-def test_names_and_scopes_lose_the_number_of_the_block():
+def test_fold_removes_block_numbers_from_names():
     folded = cg.fold(model(residual, 4), "net/h", "L")
     assert {op.scope for op in folded.walk() if op.name.startswith("net/")} == {
         "net", "net/h", "net/h/layer_norm/norm", "net/h/mlp", "net/h/mlp/up", "net/h/mlp/down"
@@ -106,7 +106,7 @@ def test_names_and_scopes_lose_the_number_of_the_block():
 
 
 def turning(period):
-    """Layers of which every few one is of another kind, with parameters that the others do not have."""
+    """Layers in which every `period`-th is of another kind, with extra parameters."""
 
     def body(g, i, x, *rest):
         if i % period < period - 1:
@@ -125,7 +125,7 @@ def turning(period):
         ]),
     ],
 )  # fmt: skip
-def test_layers_that_take_turns_are_folded_by_turns(period, count, what):
+def test_alternating_layers_fold_by_period(period, count, what):
     def made(n, fold):
         graph = model(turning(period), n)
         (x,) = graph.outputs[0].producer.operands
@@ -153,7 +153,7 @@ def extra(g, x):
 @pytest.mark.parametrize(
     ("edges", "outside"), [(((extra, 0),), 1), (((extra, -1),), 1), (((extra, 0), (extra, -1)), 2), (((extra, 1),), 2)]
 )
-def test_blocks_at_the_edges_that_differ_stay_outside(edges, outside):
+def test_differing_edge_blocks_stay_outside_the_loop(edges, outside):
     folded = cg.fold(model(residual, 6, edges), "net/h", "L")
     (loop,) = [op for op in folded.ops if op.loop is not None]
     assert loop.kind.count == poly(L) - outside
@@ -163,7 +163,7 @@ def test_blocks_at_the_edges_that_differ_stay_outside(edges, outside):
         cg.flops(folded, L=outside, **SIZES)
 
 
-def test_two_stacks_are_folded_one_after_the_other():
+def test_two_stacks_fold_separately():
     def both(n, m):
         with cg.Graph("g") as g:
             x = y = g.input("x", (B, D))
@@ -172,7 +172,7 @@ def test_two_stacks_are_folded_one_after_the_other():
                     x = x + cg.nn.mlp(x, F)
             for i in range(m):
                 with cg.scope(f"decoder/{i}"):
-                    y = cg.softmax(y @ g.param("w", (D, D))) * x  # what the encoder made is read by all
+                    y = cg.softmax(y @ g.param("w", (D, D))) * x  # every decoder block reads the encoder output
             g.output(y)
         return g
 
@@ -182,7 +182,7 @@ def test_two_stacks_are_folded_one_after_the_other():
 
 
 def stages(*depths, widths):
-    """Stages of blocks, as convolutional networks have them: `widths` parameters in each block of a stage."""
+    """Stages of blocks, as in convolutional networks: `widths` parameters in each block of a stage."""
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
         for i, (depth, width) in enumerate(zip(depths, widths, strict=True)):
@@ -194,8 +194,8 @@ def stages(*depths, widths):
     return g
 
 
-def test_without_a_path_every_stack_with_equal_blocks_is_folded():
-    """Of stages that are not alike the blocks; of stages that are, the stages; nothing has to be said of either."""
+def test_fold_without_path_folds_every_uniform_stack():
+    """Without a path, different stages fold into loops over blocks and equal stages into a loop over stages."""
     folded = cg.fold(stages(4, 3, 5, widths=(1, 2, 3)), None, "N")
     counts = {f"N_{i}_blocks": n for i, n in enumerate((6, 4, 7))}
     assert answers(folded, **counts, B=3, D=5) == answers(stages(6, 4, 7, widths=(1, 2, 3)), B=3, D=5)
@@ -213,12 +213,12 @@ def test_without_a_path_every_stack_with_equal_blocks_is_folded():
         (lambda: stages(2, 2, 2, widths=(1, 2, 3)), "blocks 0 and 1 differ: block 1 has"),
     ],
 )
-def test_without_a_stack_of_equal_blocks_there_is_nothing_to_fold(make, text):
+def test_fold_without_uniform_stack_raises(make, text):
     with pytest.raises(cg.GraphError, match=text):
         cg.fold(make())
 
 
-def test_something_of_every_block_that_is_an_output_stays_one():
+def test_per_block_outputs_become_a_stacked_output():
     def cached(n):
         with cg.Graph("g") as g:
             x = g.input("x", (B, D))
@@ -235,7 +235,7 @@ def test_something_of_every_block_that_is_an_output_stays_one():
     assert answers(folded, L=7, B=3, D=5) == answers(cached(7), B=3, D=5)
 
 
-# -- unrolled graphs come back -----------------------------------------------------------------------------------
+# -- folding unrolled graphs -------------------------------------------------------------------------------------
 
 
 def looped():
@@ -261,7 +261,7 @@ STEPS = {
     n if n in ("forward", "checkpointed", "foreach", "mixed") else pytest.param(n, marks=pytest.mark.long)
     for n in STEPS
 ])  # fmt: skip
-def test_what_was_unrolled_is_folded_back(name):
+def test_unrolled_graph_folds_back(name):
     graph = STEPS[name]()
     folded = cg.fold(cg.unroll(graph, L=5), "layers", "L")
     assert any(getattr(op.kind, "reverse", None) for op in folded.ops) is (name != "forward")
@@ -272,27 +272,27 @@ def test_what_was_unrolled_is_folded_back(name):
         assert set(folded.gradients) == set(folded.params)
 
 
-def test_every_law_holds_for_a_folded_training_step():
+def test_folded_training_step_keeps_all_laws():
     testing.check(cg.fold(cg.unroll(STEPS["for-loop"](), L=4), "layers", "L"), L=3, **SIZES)
 
 
-def test_a_folded_model_is_trained_as_the_loop_that_it_was():
+def test_training_step_of_folded_model_matches_loop():
     folded = cg.training_step(cg.fold(cg.unroll(looped(), L=4), "layers", "L"))
     assert answers(folded, L=6, **SIZES) == answers(cg.training_step(looped()), L=6, **SIZES)
 
 
 def alone(graph, point):
-    """A loop whose count is a symbol that nothing else has, and the symbol."""
+    """A loop whose count is a symbol used nowhere else, and the symbol."""
     free = Trial(graph, point).counts
     counts = Counter(str(op.kind.count) for op in graph.walk() if op.loop is not None)
-    found = (op for op in graph.ops if op.loop is not None)
-    loop = next((op for op in found if (name := str(op.kind.count)) in free and counts[name] == 1), None)
+    loops = (op for op in graph.ops if op.loop is not None)
+    loop = next((op for op in loops if (name := str(op.kind.count)) in free and counts[name] == 1), None)
     assume(loop is not None)
     return loop, str(loop.kind.count)
 
 
 def folded_back(graph, loop, sizes):
-    """The fold of an unrolled loop; carries that change places, and loops inside with names alike, are refused."""
+    """Fold an unrolled loop; swapped carries, and inner loops with equal names, raise."""
     try:
         return cg.fold(cg.unroll(graph, **sizes), loop.name, "N")
     except cg.GraphError:
@@ -318,19 +318,19 @@ def test_a_drawn_training_step_is_folded_back(case, optimizer):
     loop, name = alone(graph, point)
     try:
         gradients = cg.backward(graph).gradients
-    except cg.UnsupportedError:  # such as the mean of a tensor that is restricted to a domain
+    except cg.UnsupportedError:  # for example the mean of a tensor restricted to a domain
         reject()
-    except cg.GraphError as error:  # drawn ops in place may overwrite what the backward pass reads
+    except cg.GraphError as error:  # in-place ops can overwrite saved tensors
         if "has overwritten in place" not in str(error):
             raise
         reject()
-    assume(any(t.role == "param" for t in gradients))  # else there is nothing to update
+    assume(any(t.role == "param" for t in gradients))  # otherwise nothing is updated
     step = cg.training_step(graph, optimizer=cg.AdamW(implementation=optimizer))
-    # iterations at either end of a loop may have been taken out of it, as they have other gradients
+    # the first and last iterations can be peeled off the loop, as their gradients differ
     assume(not any(op.name.startswith((f"{loop.name}.first", f"{loop.name}.last")) for op in step.ops))
     try:
         folded = folded_back(step, loop, {**point, name: 6})
-    except cg.BindingError as error:  # a loop beside it that runs once has nothing left between its ends
+    except cg.BindingError as error:  # a one-iteration loop next to it has nothing left between its peeled ends
         if "count of" not in str(error):
             raise
         reject()
@@ -340,11 +340,11 @@ def test_a_drawn_training_step_is_folded_back(case, optimizer):
             assert Fraction(ask(folded, N=n)) == Fraction(ask(plain)), question
 
 
-# -- calls of torch, stated by hand ------------------------------------------------------------------------------
+# -- torch foreach calls -----------------------------------------------------------------------------------------
 
 
 def stated(g, target, operands, shape, *, of=None, arguments=None, phase="forward", pointwise=0):
-    """Add a call as a trace has it."""
+    """Add a call as a trace records it."""
     sizes = tuple(poly(n) for n in shape)
     places = tuple({"operand": i} for i in range(len(operands)))
     kind = Foreign(outputs=((sizes, operands[0].dtype, None, of, ZERO),), pointwise=poly(pointwise))
@@ -354,7 +354,7 @@ def stated(g, target, operands, shape, *, of=None, arguments=None, phase="forwar
 
 
 def listed(count, numbers=0.5):
-    """A stack, after which calls over lists, one for each place, update the weight of each block and one outside."""
+    """A stack whose weights are updated by foreach calls, one entry per block and one for an outer weight."""
     with cg.Graph("g") as g:
         x, head = g.input("x", (B, 5)), g.param("head", (5, 5))
         for i in range(count):
@@ -377,33 +377,33 @@ def listed(count, numbers=0.5):
     return g
 
 
-def test_calls_over_lists_become_loops():
+def test_foreach_calls_become_loops():
     folded = cg.fold(listed(4), "h", "L")
     loops = [op for op in folded.ops if op.loop is not None]
     assert [op.name for op in loops] == ["h", "h.optimizer", "h.optimizer_1", "h.optimizer_2"]
-    # what one call makes stays for the next, one storage a block
+    # the result of one call lives until the next, one storage per block
     assert [str(t.shape) for t in loops[2].operands] == ["(L, 5, 5)"]
     for n in (3, 4, 9):
         assert answers(folded, L=n, B=3) == answers(listed(n), B=3)
 
 
-def test_calls_over_lists_that_differ_are_refused():
+def test_mismatched_foreach_calls_raise():
     with pytest.raises(cg.GraphError, match="blocks 1 and 2 differ: '_foreach_mul__3' has call"):
         cg.fold(listed(4, [0.5, 0.5, 0.5, 0.25, 0.5]), "h", "L")
 
 
-def test_folded_calls_over_lists_are_unrolled():
+def test_folded_foreach_calls_unroll():
     folded = cg.fold(listed(4), "h", "L")
     assert answers(cg.unroll(folded, L=6), B=3) == answers(listed(6), B=3)
 
 
-def test_folded_calls_over_lists_are_saved_and_loaded(tmp_path):
+def test_folded_foreach_calls_survive_a_file(tmp_path):
     folded = cg.fold(listed(4), "h", "L")
     cg.save(folded, tmp_path / "g.json")
     assert answers(cg.load(tmp_path / "g.json"), L=5, B=3) == answers(folded, L=5, B=3)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------
 
 
 def different(g, i, x, *rest):
@@ -489,10 +489,11 @@ REFUSED = {
         lambda: model(residual, 4), "h", "L",
         "fold of graph 'model': no blocks 0, 1, ... in scope 'h', expected one of 'net/h'"),
     "no blocks at all": (looped, "h", "N", "no blocks 0, 1, ... in scope 'h', expected a graph with a stack of layers"),
-    "too few": (lambda: model(residual, 2), "net/h", "L", "2 blocks in scope 'net/h', expected 3 equal ones at least"),
+    "too few": (
+        lambda: model(residual, 2), "net/h", "L", "2 blocks in scope 'net/h', expected at least 3 equal blocks"),
     "too few turns": (
         lambda: model(different, 5), "net/h", "L",
-        "expected 3 equal blocks in a row at least, apart from those at the edges"),
+        "expected at least 3 consecutive equal blocks, not counting the edges"),
     "growing": (
         lambda: model(growing, 5), "net/h", "L",
         "blocks 2 and 3 differ: 'net/h/3/linear/weight' is net/h/3/linear/weight(D, 4*F; fp32), 'net/h/2/linear"),
@@ -508,17 +509,20 @@ REFUSED = {
     "a symbol in use": (lambda: model(residual, 4), "net/h", "D", "count 'D', expected the name of a symbol that is"),
     "no name": (lambda: model(residual, 4), "net/h", "1 L", "count '1 L', expected the name"),
     "no scope": (lambda: model(residual, 4), 5, "L", "fold: scope is 5, expected text"),
-    "one of the middle": (lambda: tapped(6), "h", "L", "'add' reads 'h/1/relu' of one block, expected what the last"),
-    "held from the middle on": (lambda: kept(6), "h", "L", "'keep' reads 'h/2/relu' of one block, expected what the"),
-    "in no order": (lambda: shuffled((0, 2, 3, 1)), "h", "L", "nothing goes over the blocks in order"),
-    "lent": (lambda: lent(5), "h", "L", "'h/4/matmul' reads w0(D, D; fp32) in every block, which one block has for"),
-    "all of them": (lambda: joined(4), "h", "L", "'concat' reads 'h/0/relu' of one block, expected what the last"),
+    "one of the middle": (
+        lambda: tapped(6), "h", "L", "'add' reads 'h/1/relu' of one block, expected a value of the last block"),
+    "held from the middle on": (
+        lambda: kept(6), "h", "L", "'keep' reads 'h/2/relu' of one block, expected a value of the last"),
+    "in no order": (lambda: shuffled((0, 2, 3, 1)), "h", "L", "no pass executes the blocks in order"),
+    "lent": (lambda: lent(5), "h", "L", "'h/4/matmul' reads w0(D, D; fp32) in every block, but it belongs to a single"),
+    "all of them": (
+        lambda: joined(4), "h", "L", "'concat' reads 'h/0/relu' of one block, expected a value of the last block"),
     "no graph": (lambda: "g", "h", "L", "fold: graph is 'g', expected a graph"),
 }  # fmt: skip
 
 
 @each("name", REFUSED)
-def test_what_cannot_be_folded_is_refused(name):
+def test_unfoldable_graphs_raise(name):
     make, scope, count, text = REFUSED[name]
     with pytest.raises(cg.GraphError) as error:
         cg.fold(make(), scope, count)

@@ -1,4 +1,4 @@
-"""GGUF files, written by the package of that name, and what is read of them."""
+"""Reading GGUF files written by the gguf package."""
 
 import random
 from contextlib import suppress
@@ -21,7 +21,7 @@ NAMES = {"fp32": "F32", "fp16": "F16", "fp64": "F64"}
 
 
 def written(path, tensors, fields=(), arch="llama"):
-    """Write a file with gguf's own writer; of tensors (shape, type) by name, the data are zeros."""
+    """Write a file with gguf's own writer; tensors map names to (shape, type), their data are zeros."""
     writer = gguf.GGUFWriter(path, arch)
     for name, value in dict(fields).items():
         writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
@@ -38,7 +38,7 @@ def written(path, tensors, fields=(), arch="llama"):
     return path
 
 
-def test_formats_and_file_types_are_those_of_the_package():
+def test_formats_and_file_types_match_gguf_package():
     for number, (name, elements, size) in FORMATS.items():
         kind = gguf.GGMLQuantizationType(number)
         assert gguf.GGML_QUANT_SIZES[kind] == (elements, size)
@@ -49,12 +49,12 @@ def test_formats_and_file_types_are_those_of_the_package():
 
 
 @each("name", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4"])
-def test_blocks_have_the_bytes_of_the_library(name):
+def test_block_bytes_match_gguf_package(name):
     elements, size = next((e, s) for n, e, s in FORMATS.values() if n == name)
     assert cg.bits_per_element(name) * elements == 8 * size
 
 
-def test_a_file_says_what_the_package_reads(tmp_path):
+def test_reader_agrees_with_gguf_package(tmp_path):
     rng = random.Random(7)
     kinds = [gguf.GGMLQuantizationType(n) for n in FORMATS]
     tensors = {}
@@ -62,9 +62,9 @@ def test_a_file_says_what_the_package_reads(tmp_path):
         last = gguf.GGML_QUANT_SIZES[kind][0] * rng.choice((1, 2, 3))
         tensors[f"blk.{i}.x"] = ((*(rng.choice((1, 2, 3, 5)) for _ in range(rng.randint(0, 3))), last), kind)
     path = written(tmp_path / "m.gguf", tensors, {"llama.block_count": 3, "general.name": "x"})
-    found = cg.read_weights(path)
+    weights = cg.read_weights(path)
     package = gguf.GGUFReader(path)
-    assert {(w.name, w.shape[::-1], w.bytes) for w in found.rows} == {
+    assert {(w.name, w.shape[::-1], w.bytes) for w in weights.rows} == {
         (t.name, tuple(int(n) for n in t.shape), t.n_bytes) for t in package.tensors
     }
     read = read_gguf(str(path))
@@ -72,7 +72,7 @@ def test_a_file_says_what_the_package_reads(tmp_path):
     assert read.lengths == {"tokenizer.ggml.tokens": 3, "tokenizer.ggml.scores": 2}
 
 
-def test_a_file_is_held_to_a_declaration(tmp_path):
+def test_file_is_checked_against_a_declared_model(tmp_path):
     with cg.Graph("net", dtype="bf16") as g:
         x = cg.linear(g.input("x", (3, 64)), "b d -> b f", f=96, name="up")
         g.output(cg.linear(x, "b f -> b d", d=64, name="down"))
@@ -96,24 +96,24 @@ def damaged(path, at, content):
     return path.with_name("d.gguf")
 
 
-def test_what_is_damaged_is_refused_by_place(tmp_path):
+def test_damaged_files_raise_with_position(tmp_path):
     path = written(tmp_path / "m.gguf", {"w": ((3, 32), gguf.GGMLQuantizationType.Q8_0)})
     for at, content, text in (
         (0, b"nope", "begins with b'nope', expected a GGUF file"),
         (4, b"\x00\x00\x00\x03", "version 50331648, expected 2 or 3, little-endian"),
-        (8, b"\xff" * 8, "header ends"),
-        (24, b"\xff" * 8, "header ends"),
+        (8, b"\xff" * 8, "complete header"),
+        (24, b"\xff" * 8, "complete header"),
     ):
         with pytest.raises(FormatError, match=r"d\.gguf: ") as refused:
             cg.read_weights(damaged(path, at, content))
         assert text in str(refused.value)
     short = tmp_path / "s.gguf"
     short.write_bytes(path.read_bytes()[:-70])
-    with pytest.raises(FormatError, match=r"'w' has 102 bytes from 0 on, expected .* the end within the file"):
+    with pytest.raises(FormatError, match=r"'w' has 102 bytes at offset 0, expected .* an end within the file"):
         cg.read_weights(short)
 
 
-def test_no_damage_is_anything_but_refused(tmp_path):
+def test_corrupted_files_load_or_raise_format_error(tmp_path):
     raw = written(tmp_path / "m.gguf", {"w": ((3, 32), gguf.GGMLQuantizationType.Q8_0)}).read_bytes()
     rng = random.Random(11)
     path = tmp_path / "d.gguf"
@@ -139,18 +139,18 @@ def fields_of(arch, file_type, **more):
 
 
 def tensors_of(kind, *, head=True, norm=False, bias=False):
-    """Tensors as llama.cpp stores them, named as it names them; norms and biases in fp32."""
+    """Return tensors stored and named as in llama.cpp; norms and biases in fp32."""
     matrices = {"attn_q": (H * K, D), "attn_k": (G * K, D), "attn_v": (G * K, D), "attn_output": (D, H * K),
                 "ffn_gate": (F, D), "ffn_up": (F, D), "ffn_down": (D, F)}  # fmt: skip
     vectors = {"attn_norm.weight": (D,), "ffn_norm.weight": (D,)}
     vectors |= {"attn_q_norm.weight": (K,), "attn_k_norm.weight": (K,)} if norm else {}
     vectors |= {f"{n}.bias": matrices[n][:1] for n in ("attn_q", "attn_k", "attn_v")} if bias else {}
-    found = {"token_embd.weight": ((V, D), kind), "output_norm.weight": ((D,), KINDS.F32)}
-    found |= {"output.weight": ((V, D), kind)} if head else {}
+    tensors = {"token_embd.weight": ((V, D), kind), "output_norm.weight": ((D,), KINDS.F32)}
+    tensors |= {"output.weight": ((V, D), kind)} if head else {}
     for i in range(L):
-        found |= {f"blk.{i}.{n}.weight": (shape, kind) for n, shape in matrices.items()}
-        found |= {f"blk.{i}.{n}": (shape, KINDS.F32) for n, shape in vectors.items()}
-    return found
+        tensors |= {f"blk.{i}.{n}.weight": (shape, kind) for n, shape in matrices.items()}
+        tensors |= {f"blk.{i}.{n}": (shape, KINDS.F32) for n, shape in vectors.items()}
+    return tensors
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def tensors_of(kind, *, head=True, norm=False, bias=False):
     [("llama", {}), ("llama", {"head": False}), ("qwen2", {"bias": True}), ("qwen3", {"norm": True})],
     ids=["llama", "tied", "qwen2", "qwen3"],
 )
-def test_a_file_alone_is_the_model_of_its_tensors(tmp_path, arch, more):
+def test_model_is_derived_from_gguf_file(tmp_path, arch, more):
     fields = fields_of(arch, gguf.LlamaFileType.ALL_F32.value, **{"attention.key_length": K})
     path = written(tmp_path / "m.gguf", tensors_of(KINDS.F32, **more), fields, arch)
     g = cg.models.from_config(path)
@@ -166,16 +166,16 @@ def test_a_file_alone_is_the_model_of_its_tensors(tmp_path, arch, more):
     assert cg.compare_weights(g, path).agree
 
 
-def test_a_mixture_has_the_bytes_of_its_matrices(tmp_path):
+def test_quantization_mixture_keeps_per_matrix_bytes(tmp_path):
     fields = fields_of("llama", gguf.LlamaFileType.MOSTLY_Q8_0.value)
     path = written(tmp_path / "m.gguf", tensors_of(KINDS.Q8_0), fields)
     norms = sum(w.bytes for w in cg.read_weights(path).rows if w.format == "fp32")
-    g = cg.models.from_config(path)  # in bf16 but for its matrices
+    g = cg.models.from_config(path)  # in bf16 except for its matrices
     assert cg.param_bytes(g) == cg.read_weights(path).bytes - norms + norms // 2
     assert cg.param_bytes(cg.models.from_config(path, dtype="bf16")) == 2 * cg.param_count(g)
 
 
-def test_a_file_need_not_say_its_type_where_matrices_have_one_float_format(tmp_path):
+def test_file_type_is_inferred_from_uniform_float_matrices(tmp_path):
     fields = {k: v for k, v in fields_of("llama", 0).items() if k != "general.file_type"}
     path = written(tmp_path / "half.gguf", tensors_of(KINDS.F16), fields)
     g = cg.models.from_config(path)
@@ -193,11 +193,11 @@ def test_a_file_need_not_say_its_type_where_matrices_have_one_float_format(tmp_p
         ("mamba", {}, "architecture 'mamba', expected one of llama, qwen2, qwen3"),
         ("qwen2", {"qwen2.expert_count": 8}, "architecture 'qwen2' with experts, expected one of llama"),
         ("llama", {"llama.attention.head_count_kv": [2, 1, 2]}, "llama.attention.head_count_kv is an array of 3"),
-        ("llama", {"llama.odd": 7}, "llama.odd is 7, expected one number, of block_count"),
+        ("llama", {"llama.odd": 7}, "llama.odd is 7, expected a number for one of block_count"),
         ("llama", {"general.file_type": 99}, "general.file_type is 99, expected one of 0, 1, 2"),
     ],
 )
-def test_a_file_that_is_no_known_model_is_refused_by_name(tmp_path, arch, fields, text):
+def test_unknown_gguf_models_raise(tmp_path, arch, fields, text):
     path = written(tmp_path / "m.gguf", {}, fields_of("llama", 0) | fields, arch)
     with pytest.raises(cg.CostGraphError) as refused:
         cg.models.from_config(path)

@@ -1,4 +1,4 @@
-"""Formulas as text against Python's own reading of the same text, evaluated exactly."""
+"""Formula text, compared with Python's parser and exact evaluation of the same text."""
 
 import ast
 import operator
@@ -29,7 +29,7 @@ OPERATORS = {
 
 
 def by_python(text, point):
-    """The value by Python's grammar and exact Fractions."""
+    """Evaluate by Python's grammar with exact Fractions."""
 
     def walk(node):
         if isinstance(node, ast.Constant):
@@ -105,7 +105,7 @@ def test_text_means_what_it_means_in_python(text, point):
         ("0**0", 1),
     ],
 )
-def test_numbers(text, expected):
+def test_number_literals(text, expected):
     if expected is None:
         with pytest.raises(PatternError):
             parse_formula(text)
@@ -130,7 +130,7 @@ def test_numbers(text, expected):
         ("Max(A)", A),
     ],
 )
-def test_formulas(text, expected):
+def test_formula_texts(text, expected):
     assert parse_formula(text) == poly(expected)
 
 
@@ -193,7 +193,7 @@ def test_what_is_printed_can_be_read(x):
     ],
     ids=lambda t: t[:30],
 )
-def test_refusals_name_place_and_value(text, what):
+def test_errors_name_place_and_value(text, what):
     with limited(), pytest.raises(PatternError) as caught:
         parse_formula(text, "size of x")
     message = str(caught.value)
@@ -208,12 +208,12 @@ def test_refusals_name_place_and_value(text, what):
     ["(" * 10**6, "-" * 10**6 + "A", "2**" * 10**6, "A+" * 10**6, "floor(" * 10**6, "\n" * 10**6],
     ids=lambda t: repr(t[:8]),
 )
-def test_a_million_characters_are_refused_at_once(text):
+def test_very_long_text_raises_immediately(text):
     with pytest.raises(PatternError, match="characters, expected at most 20000"):
         parse_formula(text)
 
 
-def test_the_longest_texts_are_read():
+def test_longest_valid_texts_are_parsed():
     assert parse_formula("-" * 19_999 + "A") == -poly(A)
     assert parse_formula("+".join(["A"] * 10_000)) == 10_000 * poly(A)
     assert parse_formula("(" * 59 + "A" + ")" * 59) == poly(A)
@@ -227,7 +227,7 @@ def test_the_longest_texts_are_read():
 
 
 @each("wrong", [None, 5, b"A", ["A"], sympy.Symbol("A")])
-def test_what_is_no_text_is_refused(wrong):
+def test_non_text_input_raises(wrong):
     for parse in (parse_formula, parse_relation):
         with pytest.raises(PatternError, match=re.escape(repr(wrong)) + ", expected text"):
             parse(wrong)
@@ -241,23 +241,23 @@ def test_what_is_no_text_is_refused(wrong):
         ("A > B", A - B - 1, False),
         ("A < B", B - A - 1, False),
         ("A == B*C", A - B * C, True),
-        ("A/B > 1", A - B - 1, False),  # a fraction above 1 is not 2: the line is multiplied away first
+        ("A/B > 1", A - B - 1, False),  # a fraction above 1 need not reach 2, so the denominator is cleared first
         ("A/2 < B/3", 2 * B - 3 * A - 1, False),
         ("floor(A/2) > B", sympy.floor(A / 2) - B - 1, False),
     ],
 )
-def test_relations(text, difference, equal):
-    found = parse_relation(f" {text} ")
-    assert found.difference == poly(difference)
-    assert found.equal is equal
-    assert found.text == text
-    assert not found.strict
+def test_relation_texts(text, difference, equal):
+    relation = parse_relation(f" {text} ")
+    assert relation.difference == poly(difference)
+    assert relation.equal is equal
+    assert relation.text == text
+    assert not relation.strict
 
 
-def test_a_strict_relation_of_fractions_stays_strict():
-    found = parse_relation("1/(A + B) > 1/(C + D)")
-    assert found.strict
-    assert found.difference == poly(1 / (A + B) - 1 / (C + D))
+def test_strict_relation_between_fractions_stays_strict():
+    relation = parse_relation("1/(A + B) > 1/(C + D)")
+    assert relation.strict
+    assert relation.difference == poly(1 / (A + B) - 1 / (C + D))
 
 
 @each(
@@ -272,14 +272,14 @@ def test_a_strict_relation_of_fractions_stays_strict():
         ("A >= 1/0", "expected a divisor that is not zero"),
     ],
 )
-def test_refused_relations(text, what):
+def test_invalid_relations_raise(text, what):
     with pytest.raises(PatternError) as caught:
         parse_relation(text)
     assert what in str(caught.value)
     assert str(caught.value).startswith("assumption: ")
 
 
-def test_random_points_of_a_long_formula():
+def test_long_formula_at_random_points():
     text = "6*A*B*C**2 - floor((A + B*C)/7)*Max(A, B - C, D**2)/D + (1 - A/(A + B))**3*ceiling(D/(2*A))"
     for seed in range(20):
         point = {n: 1 + (seed * k) % 11 for n, k in zip("ABCD", (3, 5, 7, 2), strict=True)}

@@ -58,12 +58,12 @@ def refusal(path):
     return error_of(load_hardware, path).replace(f"{path}: ", "", 1)
 
 
-# what the devices say
+# contents of the device files
 
 
 def test_h100_ridge():
     h100 = load_hardware("h100-sxm")
-    # dense bf16 989.4e12 FLOP/s over 3.35e12 B/s, no rounding on the way
+    # dense bf16 989.4e12 FLOP/s over 3.35e12 B/s, without intermediate rounding
     assert h100.rate("bf16").value == 989_400_000_000_000
     assert h100.bandwidth.value == 3_350_000_000_000
     assert h100.ridge("bf16") == Fraction(9894, 10) * 1000 / 3350
@@ -71,7 +71,7 @@ def test_h100_ridge():
 
 
 @each("name", list_hardware())
-def test_every_device_loads_with_sources_for_every_number(name):
+def test_every_device_number_has_a_source(name):
     device = load_hardware(name)
     assert device.id == name
     assert device.peak
@@ -86,20 +86,20 @@ def test_every_device_loads_with_sources_for_every_number(name):
     ("rtx4090", "sm_89"), ("h100-", "sm_90"), ("gh200-", "sm_90"), ("b200", "sm_100"), ("b300", "sm_103"),
     ("rtx5090", "sm_120"),
 ])  # fmt: skip
-def test_a_gpu_of_nvidia_states_its_compute_capability(pattern, arch):
-    """As developer.nvidia.com/cuda/gpus lists them."""
-    found = [name for name in list_hardware() if name == pattern or (pattern[-1] == "-" and name.startswith(pattern))]
-    assert {load_hardware(name).arch for name in found} == {arch}
+def test_nvidia_gpus_state_compute_capability(pattern, arch):
+    """From the list at developer.nvidia.com/cuda/gpus."""
+    names = [name for name in list_hardware() if name == pattern or (pattern[-1] == "-" and name.startswith(pattern))]
+    assert {load_hardware(name).arch for name in names} == {arch}
 
 
-def test_who_is_not_nvidia_has_no_compute_capability():
+def test_other_vendors_have_no_compute_capability():
     assert all((load_hardware(name).arch is not None) == (load_hardware(name).vendor == "NVIDIA")
                for name in list_hardware())  # fmt: skip
 
 
 @each("name", list_hardware())
-def test_every_device_is_of_a_plausible_size(name):
-    """Factors of 1000 and of 2 (sparsity) would stand out here."""
+def test_device_rates_are_plausible(name):
+    """Errors by a factor of 1000 or 2 (sparsity) would stand out here."""
     device = load_hardware(name)
     assert 10**11 <= device.bandwidth.value <= 10**13
     assert 10**10 <= device.memory.value <= 5 * 10**11
@@ -130,13 +130,13 @@ def test_every_device_is_of_a_plausible_size(name):
         ("mi355x", 2 * 2048, 256, 2.4e9, "peak.bf16"),
     ],
 )
-def test_rates_are_dense_by_arithmetic(name, flops_per_core_and_cycle, cores, clock, key):
+def test_dense_rates_match_cores_times_clock(name, flops_per_core_and_cycle, cores, clock, key):
     table, key = key.split(".")
     rate = load_hardware(name).tables[table][key]
     assert float(rate) == pytest.approx(flops_per_core_and_cycle * cores * clock, rel=0.005)
 
 
-def test_capacity_is_what_a_program_can_use():
+def test_capacity_is_usable_memory():
     h200 = load_hardware("h200-sxm")
     assert h200.capacity() == h200.capacity(measured=True) == h200.measured_memory
     assert h200.capacity(measured=False).value == 141 * 10**9
@@ -148,13 +148,13 @@ def test_capacity_is_what_a_program_can_use():
 
 
 @pytest.mark.parametrize("record", ["h100-sxm", "h200-sxm"])
-def test_capacity_equals_the_total_memory_of_the_record(record):
+def test_capacity_matches_recorded_total_memory(record):
     environment = json.loads((ROOT / f"tests/measured/{record}.json").read_text())["environment"]
     assert load_hardware(record).capacity().value == environment["total_memory"]
 
 
-def test_boards_of_nvidia_hold_a_gibibyte_for_each_printed_gigabyte():
-    """An 80 GB board holds 79.1 to 79.35 GiB; ECC takes a sixteenth of GDDR6."""
+def test_nvidia_board_memory_is_printed_in_gibibytes():
+    """An 80 GB board holds 79.1 to 79.35 GiB; ECC takes one sixteenth on GDDR6."""
     for name in list_hardware():
         device = load_hardware(name)
         if device.vendor == "NVIDIA" and device.measured_memory is not None:
@@ -163,18 +163,18 @@ def test_boards_of_nvidia_hold_a_gibibyte_for_each_printed_gigabyte():
             assert 0.97 <= share <= 1, (name, share)
 
 
-def test_links():
+def test_link_bandwidths():
     h100 = load_hardware("h100-sxm")
     assert h100.link("pcie").value == 63 * 10**9
     assert h100.link("interconnect").value == 450 * 10**9
     assert h100.link("network").value == 50 * 10**9  # 400 Gbit/s
     assert load_hardware("gh200-96gb").link("c2c").value == 450 * 10**9
     assert error_of(load_hardware("tpu-v4").link, "interconnect") == (
-        "hardware tpu-v4: interconnect.per_direction is missing; expected it beside "
+        "hardware tpu-v4: interconnect.per_direction is missing; expected it along with "
         "interconnect.per_link_per_direction = 45 GB/s, interconnect.links = 6"
     )
     assert error_of(load_hardware("t4").link, "interconnect") == (
-        "hardware t4: interconnect.per_direction is missing; expected it beside a table [interconnect]"
+        "hardware t4: interconnect.per_direction is missing; expected it along with a table [interconnect]"
     )
     assert error_of(h100.link, "usb") == (
         "hardware h100-sxm: link 'usb' is unknown; expected one of interconnect, c2c, pcie, network"
@@ -198,29 +198,28 @@ def test_links():
         ("h100-sxm", "float32", "fp32"),
     ],
 )
-def test_a_format_is_looked_up_under_the_rate_of_its_elements(device, asked, key):
+def test_dtype_uses_rate_of_its_element_format(device, asked, key):
     loaded = load_hardware(device)
     assert loaded.rate(asked) is loaded.peak[key]
     assert loaded.rate(dtype(asked)) is loaded.peak[key]
 
 
-def test_pointwise_work_is_done_in_fp32():
+def test_pointwise_work_uses_fp32_rate():
     h100 = load_hardware("h100-sxm")
     for stored in ("fp32", "bf16", "fp16", "fp8", "mxfp4", "int64", "bool", "tf32"):
         assert h100.rate(stored, "vector") is h100.vector["fp32"]
     assert h100.rate("fp64", "vector") is h100.vector["fp64"]
     mi250x = load_hardware("mi250x")
-    assert mi250x.rate("fp32").value == 2 * mi250x.rate("fp32", "vector").value - 10**11  # 95.7 and 47.9
+    assert mi250x.rate("fp32").value == 2 * mi250x.rate("fp32", "vector").value - 10**11  # printed: 95.7 and 47.9
 
 
 def test_nothing_falls_back_silently():
     assert error_of(load_hardware("v100-sxm2-32gb").rate, "bf16") == (
         "hardware v100-sxm2-32gb: no matmul rate peak.bf16 for bf16; expected one of peak.fp64, peak.fp32, "
-        "peak.fp16, vector.fp64, vector.fp32, or fallback= that names one of them"
+        "peak.fp16, vector.fp64, vector.fp32, or fallback= with one of them"
     )
     assert error_of(load_hardware("tpu-v3").rate, "bf16", "vector") == (
-        "hardware tpu-v3: no vector rate vector.fp32 for bf16; expected one of peak.bf16, "
-        "or fallback= that names one of them"
+        "hardware tpu-v3: no vector rate vector.fp32 for bf16; expected one of peak.bf16, or fallback= with one of them"
     )
     assert error_of(load_hardware("t4").rate, "mxfp4", fallback="fp8") == (
         "hardware t4: no matmul rate peak.fp4 for mxfp4, nor one for its fallback fp8; expected one of "
@@ -228,12 +227,12 @@ def test_nothing_falls_back_silently():
     )
 
 
-def test_fallbacks_are_named():
+def test_fallbacks_are_explicit():
     v100, tpu, rtx = load_hardware("v100-sxm2-16gb"), load_hardware("tpu-v5e"), load_hardware("rtx4090")
     assert v100.rate("bf16", fallback="half") is v100.peak["fp16"]
     assert v100.rate("bf16", fallback=dtype("fp16")) is v100.peak["fp16"]
     assert v100.rate("bf16", fallback={"bfloat16": "fp16"}) is v100.peak["fp16"]
-    assert v100.rate("fp32", fallback="fp16") is v100.peak["fp32"]  # there is one: the fallback is idle
+    assert v100.rate("fp32", fallback="fp16") is v100.peak["fp32"]  # fp32 has its own rate, so the fallback is unused
     assert tpu.rate("fp32", "vector", fallback="peak.bf16") is tpu.peak["bf16"]
     assert tpu.rate("fp32", "vector", fallback="bf16") is tpu.peak["bf16"]
     assert rtx.rate("fp4", fallback="fp8_accum_fp16") is rtx.peak["fp8_accum_fp16"]
@@ -248,22 +247,22 @@ def test_fallbacks_are_named():
         v100.rate("bf16", fallback=5)
 
 
-def test_unknown_unit_of_work():
+def test_unknown_compute_unit_raises():
     text = "hardware t4: unit 'tensor' is unknown; expected 'matmul' or 'vector'"
     assert error_of(load_hardware("t4").rate, "fp16", "tensor") == text
 
 
-# finding
+# lookup
 
 
-def test_names_are_sorted_and_variants_have_one_each():
+def test_names_are_sorted_and_unique_per_variant():
     names = list_hardware()
     assert names == sorted(names)
     assert len(names) == 43
     assert {"v100-sxm2-16gb", "v100-sxm2-32gb", "gh200-96gb", "gh200-141gb"} <= set(names)
 
 
-def test_unknown_name_proposes_the_nearest():
+def test_unknown_device_suggests_nearest_name():
     text = error_of(load_hardware, "h100")
     assert text.startswith("hardware 'h100' is unknown: did you mean ")
     assert "h100-sxm" in text.split("?")[0]
@@ -271,11 +270,11 @@ def test_unknown_name_proposes_the_nearest():
 
 
 @each("given", [None, 5, b"h100-sxm", ["h100-sxm"]])
-def test_what_is_no_name_is_refused(given):
+def test_invalid_device_names_raise(given):
     assert error_of(load_hardware, given).endswith(": expected a name or the path of a TOML file")
 
 
-def test_an_own_file_works_like_a_device_of_the_library(write):
+def test_user_device_file_works_like_builtin_device(write):
     path = write(OWN)
     by_path, by_text = load_hardware(path), load_hardware(str(path))
     assert by_path == by_text
@@ -293,7 +292,7 @@ def test_an_own_file_works_like_a_device_of_the_library(write):
     assert copy.deepcopy(by_path) == by_path
 
 
-def test_the_example_of_the_page_works_when_pasted(write):
+def test_documented_device_file_loads(write):
     page = Path(__file__).parent.parent / "docs" / "reference" / "hardware_files.md"
     example = re.search(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     device = load_hardware(write(example.group(1)))
@@ -303,13 +302,13 @@ def test_the_example_of_the_page_works_when_pasted(write):
     assert doctest.testfile(str(page), module_relative=False).failed == 0
 
 
-def test_a_relative_path_has_an_ending_or_a_slash(write, monkeypatch):
+def test_relative_path_needs_suffix_or_slash(write, monkeypatch):
     path = write(OWN)
     monkeypatch.chdir(path.parent)
     assert load_hardware("own.toml") == load_hardware("./own.toml") == load_hardware(path)
 
 
-def test_the_package_is_searched_before_the_checkout(tmp_path, monkeypatch):
+def test_installed_package_takes_precedence_over_checkout(tmp_path, monkeypatch):
     for folder, title in (("lib/costgraph/hardware_specs", "wheel"), ("lib/hardware_specs", "checkout")):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "own.toml").write_text(OWN.replace("Workstation card", title))
@@ -319,10 +318,10 @@ def test_the_package_is_searched_before_the_checkout(tmp_path, monkeypatch):
     assert load_hardware("own").name == "checkout"
 
 
-# what the loader refuses
+# invalid files
 
 
-def test_files_that_cannot_be_read(write, tmp_path):
+def test_unreadable_device_files_raise(write, tmp_path):
     assert refusal(tmp_path / "none.toml") == "No such file or directory, expected the TOML file of one device"
     assert refusal(tmp_path) == "Is a directory, expected the TOML file of one device"
     assert refusal(write("name = ")) == "Invalid value (at end of document); expected a readable TOML file"
@@ -332,14 +331,14 @@ def test_files_that_cannot_be_read(write, tmp_path):
     assert refusal(write(b"\x00\x01")) == ("Invalid statement (at line 1, column 1); expected a readable TOML file")
     assert refusal(write(b"name = '\xff'")) == "byte 8 is no UTF-8, expected the TOML file of one device"
     assert refusal(write(b"#" * (2**20 + 1))) == "more than 1048576 bytes, expected the TOML file of one device"
-    assert refusal(write("x = " + "[" * 100_000)) == "nested too deep; expected the tables of a specification"
+    assert refusal(write("x = " + "[" * 100_000)) == "nested too deeply; expected the tables of a specification"
     assert refusal(tmp_path / ("n" * 300 + ".toml")) == "File name too long, expected the TOML file of one device"
     assert refusal("bad\0name.toml") == "embedded null byte, expected the TOML file of one device"
     assert refusal(write("x = " + "9" * 5000)).endswith("expected a readable TOML file")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
-def test_a_pipe_is_no_file(tmp_path):
+def test_named_pipe_raises(tmp_path):
     os.mkfifo(tmp_path / "pipe.toml")
     assert refusal(tmp_path / "pipe.toml") == "no regular file, expected the TOML file of one device"
 
@@ -399,7 +398,7 @@ SPARSE_RUN = '[measured]\nsparse_matmul = { value = 1, unit = "TFLOP/s", source 
         (VALUE, VALUE + ", sparsity = true", f"peak: bf16: key 'sparsity', {DENSE}"),
         (VENDOR, VENDOR + "\nsparsity = false", f"key 'sparsity', {DENSE}"),
         ("[peak]", SPARSE_RUN, f"measured: key 'sparse_matmul', {DENSE}"),
-        # what every specification has
+        # required fields of a specification
         ('name = "Workstation card"', "", f"no 'name', expected {TABLES}"),
         (VENDOR, "vendor = 5", "vendor 5, expected a text"),
         (VENDOR, VENDOR + '\narch = "90"', "arch '90', expected a compute capability, such as sm_90"),
@@ -411,20 +410,20 @@ SPARSE_RUN = '[measured]\nsparse_matmul = { value = 1, unit = "TFLOP/s", source 
         ('note = "FP32 accumulate"', "note = 3", "peak: fp8: note 3, expected a text"),
     ],
 )
-def test_refusals_name_place_value_and_what_was_expected(write, old, new, text):
+def test_errors_name_place_value_and_expectation(write, old, new, text):
     assert old in OWN
     assert refusal(write(OWN.replace(old, new, 1))) == text
 
 
-def test_a_device_without_a_peak_or_a_bandwidth_is_refused(write):
+def test_device_without_peak_or_bandwidth_raises(write):
     head, _, rest = OWN.partition("[peak]")
     without_peak = head + "[memory]" + rest.partition("[memory]")[2]
-    assert refusal(write(without_peak)) == "peak has no rate, expected one at least, such as bf16"
+    assert refusal(write(without_peak)) == "peak has no rate, expected at least one, such as bf16"
     lines = [line for line in OWN.splitlines() if not line.startswith("bandwidth")]
     assert refusal(write("\n".join(lines))) == f"memory: no 'bandwidth', expected {MEMORY}"
     assert refusal(write("")) == f"no 'name', expected {TABLES}"
 
 
-def test_measured_takes_any_name_and_unit(write):
+def test_measured_table_accepts_any_name_and_unit(write):
     more = '\n[measured]\ncopy = { value = 700, unit = "GB/s", source = ["RUN"] }\n'
     assert str(load_hardware(write(OWN + more)).tables["measured"]["copy"]) == "700 GB/s"

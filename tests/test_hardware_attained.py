@@ -1,4 +1,4 @@
-"""The rates of a specification that were measured on the device, beside those of the vendor."""
+"""Attained rates: measurements on a device, alongside the vendor's peaks."""
 
 import pytest
 from each import each
@@ -47,25 +47,25 @@ def card(tmp_path):
     return _card
 
 
-def test_the_vendors_rates_stay_where_nothing_else_is_asked(card):
-    found = card()
-    assert (found.rate("bf16").value, found.bandwidth.value) == (10**14, 10**12)
-    assert float(found.tables["attained"]["launch"]) == 4.5e-6
+def test_vendor_rates_are_the_default(card):
+    device = card()
+    assert (device.rate("bf16").value, device.bandwidth.value) == (10**14, 10**12)
+    assert float(device.tables["attained"]["launch"]) == 4.5e-6
 
 
-def test_attained_rates_take_the_place_of_all_others(card):
-    found = card().attained()
-    assert (found.rate("bf16").value, found.bandwidth.value) == (8 * 10**13, 9 * 10**11)
-    assert found.rate("bf16", "vector").value == 8 * 10**12
-    assert found.rate("bf16").source == "RUN"
-    assert found.memory == card().memory  # no rate
+def test_attained_rates_replace_all_vendor_rates(card):
+    device = card().attained()
+    assert (device.rate("bf16").value, device.bandwidth.value) == (8 * 10**13, 9 * 10**11)
+    assert device.rate("bf16", "vector").value == 8 * 10**12
+    assert device.rate("bf16").source == "RUN"
+    assert device.memory == card().memory  # memory size is not a rate
     for dtype, unit in (("fp8", "matmul"), ("fp64", "vector")):
         with pytest.raises(SpecError, match=rf"no {unit} rate .*; expected one of peak\.bf16, vector\.fp32, "):
-            found.rate(dtype, unit)  # the vendor's is no measurement
-    assert dict(found.rows)["memory.bandwidth"].value == 9 * 10**11
+            device.rate(dtype, unit)  # the vendor's rate is not a measurement
+    assert dict(device.rows)["memory.bandwidth"].value == 9 * 10**11
 
 
-def test_the_roofline_stands_on_either(card):
+def test_roofline_accepts_vendor_or_attained_rates(card):
     N = cg.dims("N")
     with cg.Graph("product", dtype="bf16") as g:
         g.output(g.input("a", (N, N)) @ g.input("b", (N, N)))
@@ -75,7 +75,7 @@ def test_the_roofline_stands_on_either(card):
 
 
 @pytest.mark.parametrize("lacking", ["bf16", "bandwidth"])
-def test_a_roof_needs_both_sides(card, lacking):
+def test_attained_roofline_needs_compute_and_bandwidth(card, lacking):
     lines = [line for line in ATTAINED.split("\n") if not line.startswith(lacking)]
     with pytest.raises(SpecError) as error:
         card("\n".join(lines)).attained()
@@ -85,7 +85,7 @@ def test_a_roof_needs_both_sides(card, lacking):
     )
 
 
-def test_a_device_that_was_never_measured_has_none():
+def test_unmeasured_device_has_no_attained_rates():
     with pytest.raises(SpecError, match=r"hardware h100-sxm: \[attained\] has no bandwidth or no matrix rate"):
         cg.load_hardware("h100-sxm").attained()
 
@@ -109,6 +109,6 @@ def test_a_device_that_was_never_measured_has_none():
         ('fp32_sparse = { value = 1, unit = "FLOP/s", source = ["RUN"] }', r"expected dense rates only"),
     ],
 )
-def test_what_is_refused(card, line, text):
+def test_invalid_attained_tables_raise(card, line, text):
     with pytest.raises(SpecError, match=text):
         card(f"[attained]\n{line}")

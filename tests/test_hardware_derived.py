@@ -1,4 +1,4 @@
-"""Parts of devices, and devices under a limit: what is a share of the whole, and what is not."""
+"""Devices derived as a share or under a power limit: which figures scale with the share."""
 
 from fractions import Fraction
 
@@ -9,9 +9,9 @@ import costgraph as cg
 from costgraph import SpecError
 
 
-def test_one_die_of_an_mi250x_is_what_others_print_of_it():
+def test_mi250x_die_matches_published_figures():
     die = cg.load_hardware("mi250x").part(Fraction(1, 2))
-    # torchtitan's get_peak_flops: 191.5e12 "for each GCD"; ROCm's table: 110 CUs, 64 GiB and 8 MiB of L2 a GCD
+    # torchtitan's get_peak_flops: 191.5e12 "for each GCD"; ROCm's table: 110 CUs, 64 GiB and 8 MiB L2 per GCD
     assert die.rate("bf16").value == 191_500_000_000_000
     assert die.tables["cores"]["count"].value == 110
     assert die.memory.value == 64 * 2**30
@@ -24,7 +24,7 @@ def test_one_die_of_an_mi250x_is_what_others_print_of_it():
     assert die.name.startswith("0.5 of AMD Instinct MI250X")
 
 
-def test_a_part_has_no_links_and_nothing_that_was_measured_of_the_whole():
+def test_device_share_drops_links_and_measurements():
     part = cg.load_hardware("h100-sxm").part(0.25)
     with pytest.raises(SpecError, match=r"0\.25 of h100-sxm: interconnect\.per_direction is missing"):
         part.link("interconnect")
@@ -32,7 +32,7 @@ def test_a_part_has_no_links_and_nothing_that_was_measured_of_the_whole():
         part.capacity(measured=True)
 
 
-def test_a_limited_device_computes_slower_and_moves_as_fast():
+def test_limited_device_lowers_compute_but_not_bandwidth():
     device = cg.load_hardware("h100-sxm")
     limited = device.at_clock(0.8)
     for unit, table in (("matmul", device.peak), ("vector", device.vector)):
@@ -46,13 +46,13 @@ def test_a_limited_device_computes_slower_and_moves_as_fast():
     assert limited.link("pcie") == device.link("pcie")
 
 
-def test_times_follow_and_results_name_the_limit():
+def test_times_scale_and_results_name_the_limit():
     B, D = cg.dims("B D")
     with cg.Graph("g", dtype="bf16") as g:
         g.output(g.input("x", (B, D)) @ g.param("w", (D, D)))
     device = cg.load_hardware("h100-sxm")
     whole, limited = (cg.roofline(g, hw, B=8192, D=8192) for hw in (device, device.at_clock(0.5)))
-    # compute-bound: half of the rate, twice the time
+    # compute-bound: half the rate, twice the time
     assert limited.estimate == pytest.approx(2 * whole.estimate)
     few, slow = (cg.roofline(g, hw, B=1, D=8192) for hw in (device, device.at_clock(0.5)))
     assert few.estimate == slow.estimate  # memory-bound
@@ -61,11 +61,11 @@ def test_times_follow_and_results_name_the_limit():
 
 @each("share", [0, -0.5, 1.5, True, "half", None, float("nan"), float("inf")])
 @each(("way", "text"), [("part", "share"), ("at_clock", "share of the clock")])
-def test_what_is_no_share_is_refused(way, text, share):
+def test_invalid_shares_raise(way, text, share):
     with pytest.raises(SpecError, match=rf"hardware l4: {text} is .*expected a number above 0 and at most 1"):
         getattr(cg.load_hardware("l4"), way)(share)
 
 
-def test_an_unknown_has_no_part():
-    with pytest.raises(SpecError, match="a symbol of a device that is an unknown"):
+def test_symbolic_device_has_no_share():
+    with pytest.raises(SpecError, match="a symbol of symbolic hardware"):
         cg.load_hardware("l4").symbolic().part(0.5)

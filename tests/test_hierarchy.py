@@ -1,4 +1,4 @@
-"""Levels of memory: times against traffic that is asked apart, and bounds against caches that are simulated."""
+"""Memory hierarchy: times against separately derived traffic, and bounds against simulated caches."""
 
 from dataclasses import replace
 
@@ -16,12 +16,12 @@ I, J, K, L = cg.dims("I J K L")
 
 
 def device(memory=100, *, peak=10**9, cores=3, **cache):
-    """A device of few bytes: rates in B/s and FLOP/s."""
-    found = {key: Quantity(value, "B/s" if "bandwidth" in key else "B") for key, value in cache.items()}
+    """A device with few bytes; rates in B/s and FLOP/s."""
+    quantities = {key: Quantity(value, "B/s" if "bandwidth" in key else "B") for key, value in cache.items()}
     rates = {key: Quantity(peak, "FLOP/s") for key in ("fp32", "bf16")}
     bandwidth = Quantity(memory, "B/s")
     tables = {
-        "peak": rates, "vector": rates, "cache": found, "cores": {"count": Quantity(cores, "1")},
+        "peak": rates, "vector": rates, "cache": quantities, "cores": {"count": Quantity(cores, "1")},
         "memory": {**A100.tables["memory"], "bandwidth": bandwidth},
     }  # fmt: skip
     return replace(A100, peak=rates, vector=rates, bandwidth=bandwidth, tables=tables)
@@ -47,20 +47,20 @@ CACHES = {"l2": 4096, "l2_bandwidth": 170, "l1_and_shared_per_core": 64, "regist
 # -- levels ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_nearer_is_added_up_over_all_cores():
+def test_nearer_capacity_sums_over_all_cores():
     memory, l2 = levels(device(shared_per_core=50, **CACHES))
     assert (memory.name, memory.bandwidth.value, memory.nearer) == ("memory", 100, 4096 + 3 * (64 + 32))
-    # shared memory is a part of the first cache
+    # shared memory is carved out of the L1 cache
     assert (l2.name, l2.bandwidth.value, l2.nearer) == ("l2", 170, 3 * (64 + 32))
     assert memory.whole
     assert l2.whole
 
 
-def test_levels_are_those_that_the_specification_has():
+def test_levels_follow_the_specification():
     assert [(v.name, v.nearer, v.whole) for v in levels(device())] == [("memory", 0, False)]
     bare = device(l2=4096, l2_bandwidth=9, shared_per_core=5)
     assert [(v.name, v.nearer, v.whole) for v in levels(bare)] == [("memory", 4096 + 15, False), ("l2", 15, False)]
-    # out of what is next to the arithmetic nothing is known
+    # capacity below the level next to the compute units is unknown
     assert [v.name for v in levels(device(l2=4096, l2_bandwidth=9))] == ["memory"]
     assert [v.name for v in levels(cg.load_hardware("mi300x"))] == ["memory", "last_level", "l2"]
     for name in cg.list_hardware():
@@ -75,10 +75,10 @@ def test_levels_are_those_that_the_specification_has():
     ("change", "bound"),
     [({}, "l2"), ({"l2_bandwidth": 700}, "memory"), ({"peak": 100}, "compute"), ({"l2_bandwidth": 10**9}, "memory")],
 )
-def test_an_op_takes_the_largest_of_the_times_of_all_levels(change, bound):
+def test_op_time_is_the_maximum_over_levels(change, bound):
     small = device(**(CACHES | change))
     (row,) = (found := cg.roofline(product(), small, hierarchical=True, **SIZES)).rows
-    # 2 I J K FLOPs; 4384 bytes are nearer than the memory, 288 nearer than the second cache
+    # 2 I J K FLOPs; 4384 bytes fit above the memory, 288 above the L2 cache
     flops = 2 * 41 * 37 * 43 / change.get("peak", 10**9)
     moved = [
         cg.bytes_moved(product(), cache=n, **SIZES) / rate
@@ -93,22 +93,22 @@ def test_an_op_takes_the_largest_of_the_times_of_all_levels(change, bound):
     assert "l2" in found._repr_html_()
 
 
-def test_a_sum_over_ops_of_the_largest_times():
+def test_total_time_sums_per_op_maxima():
     small, at = device(**CACHES), {**SIZES, "L": 31}
-    found = cg.roofline(chain(), small, hierarchical=True, **at)
+    roofline = cg.roofline(chain(), small, hierarchical=True, **at)
     parts = []
     for op in chain().ops:
         least = [cg.tiling(op, cache=n, **at).bound / rate for n, rate in ((4384, 100), (288, 170))]
         parts.append(max(least))
-    assert [row.seconds for row in found.rows] == pytest.approx(parts)
-    assert found.estimate == pytest.approx(sum(parts))
+    assert [row.seconds for row in roofline.rows] == pytest.approx(parts)
+    assert roofline.estimate == pytest.approx(sum(parts))
     flat = cg.roofline(chain(), small, **at)
-    assert flat.estimate < found.estimate
+    assert flat.estimate < roofline.estimate
     assert not flat.levels
     assert not flat.rows[0].caches_s
 
 
-def test_where_all_fits_nothing_changes():
+def test_hierarchy_changes_nothing_if_all_fits():
     roomy = device(l2=10**9, l2_bandwidth=10**9, l1_and_shared_per_core=10**8, registers_per_core=10**8)
     for graph in (product(), chain()):
         at = {**SIZES, "L": 31} if graph.name == "chain" else SIZES
@@ -117,15 +117,15 @@ def test_where_all_fits_nothing_changes():
         assert [row.bound for row in one.rows] == [row.bound for row in other.rows]
 
 
-def test_one_tensor_for_two_operands_in_a_loop_is_moved_once():
-    # the optimizer squares gradients, layer by layer: which operands are one tensor is known inside the loop alone
+def test_aliased_operands_in_a_loop_are_moved_once():
+    # the optimizer squares gradients layer by layer: only the loop body knows which operands alias
     step = training_step(load("gpt2"))
     one, other = (cg.roofline(step, A100, hierarchical=switch, B=2, S=61) for switch in (False, True))
     assert one.estimate == other.estimate
     assert [row.memory_s for row in one.rows] == [row.memory_s for row in other.rows]
 
 
-def test_a_specification_without_caches_changes_nothing_and_says_so():
+def test_device_without_caches_changes_nothing_with_a_note():
     bare = device()
     one, other = cg.roofline(product(), bare), cg.roofline(product(), bare, hierarchical=True)
     assert (one.estimate, one.lower_bound, one.rows) == (other.estimate, other.lower_bound, other.rows)
@@ -135,25 +135,25 @@ def test_a_specification_without_caches_changes_nothing_and_says_so():
     assert "lacks the size of registers or of first caches" in str(cg.roofline(product(), "mi300x", hierarchical=True))
 
 
-def test_with_open_sizes_times_are_formulas_and_bounds_are_conditions():
+def test_open_sizes_give_formulas_and_conditions():
     small = device(**CACHES, peak=5000)
-    found = cg.roofline(product(), small, hierarchical=True)
+    roofline = cg.roofline(product(), small, hierarchical=True)
     lower = cg.seconds(product(), small, "lower", hierarchical=True)
     for at in (SIZES, {"I": 5, "J": 3, "K": 7}, {"I": 1, "J": 1, "K": 997}, {"I": 101, "J": 97, "K": 1}):
         bound = cg.roofline(product(), small, hierarchical=True, **at)
-        assert cg.evaluate(found.estimate, **at) == pytest.approx(bound.estimate)
+        assert cg.evaluate(roofline.estimate, **at) == pytest.approx(bound.estimate)
         assert cg.evaluate(lower, **at) == pytest.approx(bound.lower_bound)
-        assert cg.evaluate(found.rows[0].seconds, **at) == pytest.approx(bound.rows[0].seconds)
-        condition, where = found.rows[0].bound, {I: at["I"], J: at["J"], K: at["K"]}
+        assert cg.evaluate(roofline.rows[0].seconds, **at) == pytest.approx(bound.rows[0].seconds)
+        condition, where = roofline.rows[0].bound, {I: at["I"], J: at["J"], K: at["K"]}
         while not isinstance(condition, str):
             condition = condition.first if condition.compute.subs(where) else condition.otherwise
         assert condition == bound.rows[0].bound
-    assert "compute where" in str(found.rows[0].bound)
-    assert ", else memory where" in str(found.rows[0].bound)
+    assert "compute where" in str(roofline.rows[0].bound)
+    assert ", else memory where" in str(roofline.rows[0].bound)
 
 
-def test_conditions_are_as_short_as_numbers_of_a_device_let_them_be():
-    # (2304 S + 7340032)/bandwidth of memory against 117440512 S/peak, and nowhere less than through l2
+def test_conditions_are_simplified_with_device_numbers():
+    # (2304 S + 7340032)/memory bandwidth against 117440512 S/peak; L2 never dominates
     llama = load("llama-3-8b")
     rows = {row.op: row for row in cg.roofline(llama, A100, hierarchical=True, B=1).rows}
     gate = rows["layers/mlp/gate/matmul"].bound
@@ -161,7 +161,7 @@ def test_conditions_are_as_short_as_numbers_of_a_device_let_them_be():
     for size, bound in ((160, "memory"), (161, "compute")):
         found = cg.roofline(llama, A100, hierarchical=True, B=1, S=size).rows
         assert next(row for row in found if row.op == "layers/mlp/gate/matmul").bound == bound
-    # a unit that is fast enough for the cache to be the slowest: each of two conditions has its own sides
+    # with a unit fast enough for the cache to dominate, the two conditions have different sides
     fast = device(**CACHES, peak=5000)
     bound = cg.roofline(product(), fast, hierarchical=True, J=37, K=43).rows[0].bound
     assert not bound.compute.has(cg.Max)
@@ -172,7 +172,7 @@ def test_conditions_are_as_short_as_numbers_of_a_device_let_them_be():
         assert condition == cg.roofline(product(), fast, hierarchical=True, I=size, J=37, K=43).rows[0].bound
 
 
-def test_conditions_of_an_unknown_are_alternatives_without_a_maximum():
+def test_symbolic_device_conditions_have_no_max():
     unknown = device(**CACHES).symbolic()
     bound = cg.roofline(product(), unknown, hierarchical=True).rows[0].bound
     relu = cg.roofline(chain(), unknown, hierarchical=True).rows[1].bound
@@ -185,15 +185,15 @@ def test_conditions_of_an_unknown_are_alternatives_without_a_maximum():
         bound = bound.otherwise
 
 
-def test_sizes_and_rates_of_caches_are_symbols_of_an_unknown():
+def test_symbolic_device_has_symbolic_caches():
     small = device(**CACHES)
     unknown = small.symbolic()
     names = {"l2_size", "l2_bandwidth", "l1_and_shared_per_core_size", "registers_per_core_size"}
     assert names <= unknown.symbols
     assert "last_level_size" not in unknown.symbols
-    found = cg.seconds(product(), unknown, hierarchical=True, **SIZES)
-    assert names <= {s.name for s in found.free_symbols}
-    assert float(found.subs(small.bindings())) == pytest.approx(
+    formula = cg.seconds(product(), unknown, hierarchical=True, **SIZES)
+    assert names <= {s.name for s in formula.free_symbols}
+    assert float(formula.subs(small.bindings())) == pytest.approx(
         cg.seconds(product(), small, hierarchical=True, **SIZES)
     )
     with cg.Graph("g") as g:
@@ -202,7 +202,7 @@ def test_sizes_and_rates_of_caches_are_symbols_of_an_unknown():
         cg.seconds(g, unknown)
 
 
-def test_a_transfer_goes_over_its_link_alone():
+def test_transfer_uses_only_its_link():
     with cg.Graph("g") as g:
         g.output(cg.ops.transfer(g.input("x", (I,)), "pcie"))
     one, other = (cg.roofline(g, A100, hierarchical=switch, I=1009) for switch in (False, True))
@@ -211,16 +211,16 @@ def test_a_transfer_goes_over_its_link_alone():
     assert one.estimate == other.estimate
 
 
-def test_it_is_a_switch():
+def test_hierarchical_must_be_boolean():
     for call in (cg.roofline, cg.seconds):
         with pytest.raises(cg.GraphError, match="hierarchical is 'yes', expected True or False"):
             call(product(), A100, hierarchical="yes")
 
 
-# -- the bound ---------------------------------------------------------------------------------------------------------
+# -- lower bound -------------------------------------------------------------------------------------------------------
 
 
-def test_no_simulated_schedule_is_faster_than_the_lower_bound():
+def test_no_simulated_schedule_beats_the_lower_bound():
     sizes = {"i": 11, "j": 13, "k": 7}
     nest = Nest("i k, k j -> i j", sizes, [(11, 7), (7, 13), (11, 13)])
     at = {name.upper(): n for name, n in sizes.items()}
@@ -231,11 +231,11 @@ def test_no_simulated_schedule_is_faster_than_the_lower_bound():
         held += least > cg.seconds(product(), small, "lower", **at)
         for seed in range(5):
             assert ideal(nest, nest.accesses(loops_of(nest, seed)), room) >= least
-    assert held >= 2  # where it says more than that each element is moved once
+    assert held >= 2  # cases where the bound exceeds moving each element once
 
 
-def test_the_lower_bound_holds_for_products_that_are_fused():
-    # x w is handed on in the cache: row by row, w and v being read for each row once more at the most
+def test_lower_bound_holds_for_fused_products():
+    # the cache holds x w: row by row, w and v are read at most once more per row
     rows, inner, mid, out = 23, 5, 7, 3
     at = {"I": rows, "K": inner, "J": mid, "L": out}
     for room in (64, 128, 256, 4 * (inner + mid + out + inner * mid + mid * out)):
@@ -245,34 +245,34 @@ def test_the_lower_bound_holds_for_products_that_are_fused():
         fits = room >= 4 * (inner + mid + out) + weights
         moved = fused + weights * (1 if fits else rows)
         assert cg.seconds(chain(), small, "lower", hierarchical=True, **at) <= moved
-    # as declared, x w is written and read between
+    # unfused, x w is written and read in between
     assert cg.seconds(chain(), small, hierarchical=True, **at) > moved
 
 
-def test_what_is_not_handed_out_need_not_be_stored():
-    # one row of the result is: of the others sums may begin and end in the cache
+def test_lower_bound_ignores_unused_results():
+    # only one row of the result is output: partial sums for the others can start and end in the cache
     with cg.Graph("part", dtype="fp32") as g:
         g.output((g.input("a", (I, K)) @ g.input("b", (K, J)))[:1])
     rows, inner, mid = 29, 5, 7
     at = {"I": rows, "K": inner, "J": mid}
     for room in (24, 48, 96, 4 * (2 * mid + inner * mid + inner)):
         small = device(1, l1_and_shared_per_core=room - 4, registers_per_core=4, cores=1)
-        # row by row: one element of a, of b and of the result at a time, or b as a whole
+        # row by row: one element of a, b and the result at a time, or all of b
         fits = room >= 4 * (inner * mid + 1 + 1)
         moved = 4 * (rows * inner * (1 if fits else mid) + inner * mid * (1 if fits else rows) + mid)
         assert cg.seconds(g, small, "lower", hierarchical=True, **at) <= moved
 
 
-def test_the_bound_is_below_the_estimate_on_every_device():
+def test_lower_bound_is_below_estimate_on_every_device():
     model = load("gpt2")
     for name in ("a100-80-sxm", "v100-sxm2-32gb", "h100-sxm", "mi300x", "l4"):
-        found = cg.roofline(model, name, hierarchical=True, B=3, S=509, fallback="fp32" if "v100" in name else None)
+        roofline = cg.roofline(model, name, hierarchical=True, B=3, S=509, fallback="fp32" if "v100" in name else None)
         flat = cg.roofline(model, name, B=3, S=509, fallback="fp32" if "v100" in name else None)
-        assert flat.lower_bound <= found.lower_bound <= found.estimate
-        assert flat.estimate <= found.estimate * (1 + 1e-12)
+        assert flat.lower_bound <= roofline.lower_bound <= roofline.estimate
+        assert flat.estimate <= roofline.estimate * (1 + 1e-12)
 
 
-def test_a_machine_is_balanced_by_the_root_of_its_cache():
+def test_machine_balance_scales_with_root_of_cache_size():
     # 2 n^3/P = 4 * 2 n^3/sqrt(M/4) / W for a large product of 4-byte elements: sqrt(M) = 8 P/W
     n = 10**6
     unknown = device(l1_and_shared_per_core=1, registers_per_core=1, cores=1).symbolic()

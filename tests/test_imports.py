@@ -14,18 +14,18 @@ from each import each
 import costgraph
 from costgraph.ops.registry import KINDS
 
-# the package that is tested, in a checkout or installed from a wheel
+# the package under test, in a checkout or installed from a wheel
 ROOT = Path(costgraph.__file__).resolve().parent
 
-# From the ground up. A module imports from its own room and from those that stand above it here.
+# Lowest layer first. A module imports only from its own package and the packages above it in this list.
 ROOMS = (
     "errors",
     "interruption",
     "algebra",
-    "text_file",  # reads and writes files, knows nothing of what is in them
+    "text_file",  # file I/O without knowledge of the contents
     "notation",
     "dtypes",
-    "hardware",  # reads device files, knows no graph
+    "hardware",  # device files, without knowledge of graphs
     "ir",
     "bind",
     "ops",
@@ -36,22 +36,22 @@ ROOMS = (
     "analysis",
     "plan",
     "models",
-    "torch",  # run, trace and measure: what torch is needed for
+    "torch",  # run, trace and measure: everything that needs torch
     "report",
     "cli",
     "testing",
     "__main__",
 )
-#: Entries that the top of the package may have; what is new belongs in a room.
+#: Modules allowed at the top level; new modules belong in a subpackage.
 MOST_ENTRIES = 24
-# The zoo is written with public names alone, so that a user's model can be written in the same way; its registry is
-# part of the library.
+# The zoo uses public names only, so that user models can be written in the same way; its registry belongs to the
+# library.
 ZOO_EXCEPT = {
     "models", "models.registry", "models.config", "models.family", "models.gguf_config",
 }  # fmt: skip
-# `from costgraph import ...` counts as an import of this: the package is complete once its zoo is.
+# `from costgraph import ...` counts as importing this: the package is complete once its zoo is loaded.
 PACKAGE = "models"
-# Heavy or optional: not loaded by `import costgraph`.
+# Heavy or optional: `import costgraph` must not load these.
 NOT_LOADED = (
     "torch",
     "matplotlib",
@@ -61,8 +61,8 @@ NOT_LOADED = (
     "dask",
     "distributed",
     "tomllib",
-    "sympy.tensor.tensor",  # by the first sum that is made, and 80 ms of a second
-    "costgraph.analysis",  # questions, when they are asked
+    "sympy.tensor.tensor",  # loaded by the first sum, which takes 80 ms
+    "costgraph.analysis",  # analyses load on first use
     "costgraph.transforms",
     "costgraph.hardware",
     "costgraph.optimizers",
@@ -78,11 +78,11 @@ def parsed(source):
 
 
 def modules() -> dict[str, Path]:
-    found = {}
+    paths = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
 MODULES = modules()
@@ -101,16 +101,16 @@ def type_checking_only(tree: ast.AST) -> set[int]:
 
 
 def resolve(name: str) -> str:
-    """The module behind a dotted name inside the package: the name itself, or where it is defined."""
+    """Resolve a dotted name inside the package to the module that defines it."""
     while name and name not in MODULES:
         name = name.rpartition(".")[0]
     return name
 
 
 def imports(module: str, source: str, *, types: bool = True) -> set[str]:
-    """Modules of the package that a module imports, at any level of nesting; "" is the package itself.
+    """Return the package modules that a module imports, at any nesting level; "" is the package itself.
 
-    `types`: those that are imported for annotations alone too.
+    `types` includes imports used by annotations only.
     """
     tree = parsed(source)
     skipped = set() if types else type_checking_only(tree)
@@ -135,26 +135,26 @@ def imports(module: str, source: str, *, types: bool = True) -> set[str]:
 
 @cache
 def imported(module: str) -> set[str]:
-    """What a module imports, which is read when a test asks: collecting the tests would read the whole package."""
+    """Return a module's imports; read lazily, since collecting tests would otherwise parse the whole package."""
     return imports(module, MODULES[module].read_text(encoding="utf-8"))
 
 
-def test_the_top_of_the_package_has_the_rooms_alone():
+def test_top_level_contains_subpackages_only():
     entries = {p.name for p in ROOT.iterdir() if p.suffix in (".py", ".typed") or (p / "__init__.py").exists()}
     assert len(entries) <= MOST_ENTRIES
     assert {e.removesuffix(".py") for e in entries} == {"__init__", "py.typed", *ROOMS}
 
 
-def test_what_the_library_knows_of_a_kind_of_op_stands_in_ops():
+def test_op_kinds_are_defined_in_ops():
     places = {name: kind.__module__ for name, kind in KINDS.items()}
-    del places["repeat"]  # graphs ask of loops what they hand on
-    own = {name: place for name, place in places.items() if place.startswith("costgraph.")}
-    assert {name: place for name, place in own.items() if not place.startswith("costgraph.ops.")} == {}
-    assert {"einsum", "pool", "fused_update", "stacked"} <= set(own)
+    del places["repeat"]  # graphs query the carries of loops
+    builtin = {name: place for name, place in places.items() if place.startswith("costgraph.")}
+    assert {name: place for name, place in builtin.items() if not place.startswith("costgraph.ops.")} == {}
+    assert {"einsum", "pool", "fused_update", "stacked"} <= set(builtin)
 
 
 def listed(source: str) -> dict[str, tuple[str, ...]]:
-    """Names by module that a package imports for those who read types."""
+    """Return names by module that a package imports under TYPE_CHECKING."""
     later = next(n for n in parsed(source).body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     found: dict[str, tuple[str, ...]] = {}
     for node in later.body:
@@ -166,15 +166,17 @@ def listed(source: str) -> dict[str, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("package", ["", "report"])
-def test_what_is_imported_later_is_what_readers_of_types_see(package):
-    made = importlib.import_module(f"costgraph.{package}".rstrip("."))
-    found = {m: {*names} & {*made.__all__} for m, names in listed(MODULES[package].read_text(encoding="utf-8")).items()}
-    later = {(m, n) for m, names in made._LATER.items() for n in names.split()}
-    assert {(m, n) for m, names in found.items() for n in names} == later
+def test_lazy_imports_match_type_checking_imports(package):
+    module = importlib.import_module(f"costgraph.{package}".rstrip("."))
+    type_imports = {
+        m: {*names} & {*module.__all__} for m, names in listed(MODULES[package].read_text(encoding="utf-8")).items()
+    }
+    later = {(m, n) for m, names in module._LATER.items() for n in names.split()}
+    assert {(m, n) for m, names in type_imports.items() for n in names} == later
 
 
 @each("module", [m for m in MODULES if m and not m.startswith("models")])
-def test_a_module_imports_from_its_own_room_and_those_above_it(module):
+def test_modules_import_only_from_allowed_layers(module):
     later = sorted(
         f"costgraph.{n or '(the package itself)'}" for n in imported(module) if place(n or PACKAGE) > place(module)
     )
@@ -182,37 +184,37 @@ def test_a_module_imports_from_its_own_room_and_those_above_it(module):
 
 
 @each("module", [m for m in MODULES if m.startswith("models.") and m not in ZOO_EXCEPT])
-def test_the_zoo_uses_public_names_alone(module):
+def test_zoo_uses_public_names_only(module):
     private = sorted(n for n in imported(module) if n and not n.startswith("models"))
     assert not private, f"costgraph.{module} imports {private}, expected 'import costgraph as cg' alone"
 
 
-def circles(arrows):
-    """Circles of imports; the zoo imports the finished package, which names the zoo: no module waits for another."""
+def import_cycles(arrows):
+    """Return import cycles. The zoo imports the finished package, which names the zoo: that is no cycle."""
     graph = nx.DiGraph((m, n) for m, found in arrows.items() for n in found if m and n)
     return [sorted(c) for c in nx.strongly_connected_components(graph) if len(c) > 1]
 
 
-def test_no_module_waits_for_another_that_waits_for_it():
-    assert circles({m: imported(m) for m in MODULES}) == []
+def test_imports_have_no_cycles():
+    assert import_cycles({m: imported(m) for m in MODULES}) == []
 
 
 def loads_torch(source):
-    """Whether a module imports torch itself, at any level of nesting."""
+    """Return whether a module imports torch directly, at any nesting level."""
     nodes = list(ast.walk(parsed(source)))
     names = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
     names += [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
     return any(name.split(".")[0] == "torch" for name in names)
 
 
-def test_torch_is_imported_in_its_room_alone():
-    found = {m for m, path in MODULES.items() if loads_torch(path.read_text(encoding="utf-8"))}
-    assert found, "nothing imports torch: the walk over the imports is broken"
-    assert {m for m in found if m.split(".")[0] != "torch"} == set()
+def test_torch_is_imported_in_its_subpackage_only():
+    importers = {m for m, path in MODULES.items() if loads_torch(path.read_text(encoding="utf-8"))}
+    assert importers, "nothing imports torch: the walk over the imports is broken"
+    assert {m for m in importers if m.split(".")[0] != "torch"} == set()
 
 
 @each("source", ["import torch", "def f():\n    from torch.nn import Module", "import torch.fx as fx"])
-def test_the_walk_sees_every_import_of_torch(source):
+def test_every_torch_import_form_is_detected(source):
     assert loads_torch(source)
     assert not loads_torch("from ..torch import trace\nfrom . import torch\nimport torchvision")
 
@@ -230,16 +232,16 @@ def test_the_walk_sees_every_import_of_torch(source):
         ("import numpy", set()),
     ],
 )
-def test_the_walk_sees_every_form_of_import(source, expected):
+def test_every_import_form_is_detected(source, expected):
     assert imports("bind.evaluate", source) == expected
 
 
-def test_the_walk_can_leave_out_what_annotations_alone_need():
+def test_annotation_only_imports_can_be_excluded():
     source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..ir.graph import Op"
     assert imports("bind.evaluate", source, types=False) == set()
 
 
-def test_the_walk_sees_relative_imports_of_a_package():
+def test_relative_imports_are_detected():
     assert imports("models", "from ..errors import A\nfrom .family import Family") == {"errors", "models.family"}
 
 
@@ -265,4 +267,4 @@ except cg.UnsupportedError as error:
     first, second = done.stdout.splitlines()
     assert first == "124439808 True"
     assert second.startswith("costgraph.torch: torch cannot be imported")
-    assert second.endswith("expected an installed torch: pip install torch")
+    assert second.endswith("): pip install torch")

@@ -1,4 +1,4 @@
-"""Ops that look up and move elements, against NumPy and torch."""
+"""Indexing and element-moving ops, compared with NumPy and torch."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from costgraph import GraphError, ShapeError
 B, S, V, D = cg.dims("B S V D")
 
 
-def test_gather_reads_the_rows_that_are_looked_up_not_the_table():
+def test_gather_reads_only_indexed_rows():
     with cg.Graph("g") as g:
         y = cg.ops.gather(g.param("table", (1000, 7)), g.input("ids", (2, 3), dtype="int64"))
         g.output(y)
@@ -23,7 +23,7 @@ def test_gather_reads_the_rows_that_are_looked_up_not_the_table():
     assert total.written == 4 * (2 * 3 * 7)
 
 
-def test_embedding_is_no_matmul():
+def test_embedding_has_no_matmul_flops():
     with cg.Graph("g") as g:
         g.output(cg.embedding(g.input("ids", (B, S), dtype="int32"), g.param("table", (V, D), dtype="bf16")))
     assert cg.matmul_flops(g) == 0
@@ -38,7 +38,7 @@ def test_fused_traffic_of_a_lookup_never_exceeds_the_table():
     assert cg.bytes_moved(g, fused=True, **many) == 4 * 2 * 7 + 8 * 1000 + 4 * 1000 * 7
 
 
-def test_take_along_picks_one_element_for_each_index():
+def test_take_along_reads_one_element_per_index():
     with cg.Graph("g") as g:
         y = cg.ops.take_along(g.input("x", (5, 11)), g.input("ids", (5, 1), dtype="int64"))
         g.output(y)
@@ -48,26 +48,26 @@ def test_take_along_picks_one_element_for_each_index():
 
 @each("mode", ["add", "set"])
 @each("inplace", [True, False])
-def test_scatter_touches_its_rows_and_a_result_of_its_own_the_whole_target(mode, inplace):
+def test_scatter_touches_rows_in_place_and_target_out_of_place(mode, inplace):
     with cg.Graph("g") as g:
         target = cg.relu(g.input("x", (100, 7)))
         ids, updates = g.input("ids", (3,), dtype="int64"), g.input("u", (3, 7))
         g.output(cg.ops.scatter(target, ids, updates, mode, inplace=inplace))
     rows = 3 * 7
     total = cg.costs(g).filter(op="scatter").total()
-    assert total.flops == (rows if mode == "add" else 0)  # one addition an element of the updates
+    assert total.flops == (rows if mode == "add" else 0)  # one addition per update element
     read = 100 * 7 if not inplace else rows if mode == "add" else 0
     assert total.read == 4 * (read + rows) + 8 * 3
     assert total.written == 4 * (rows if inplace else 100 * 7)
     assert g.outputs[0].is_view is inplace
 
 
-def test_arange_writes_its_numbers_and_needs_an_open_graph():
+def test_arange_writes_its_elements_and_needs_an_open_graph():
     with cg.Graph("g") as g:
         g.output(cg.ops.arange(S))
     assert cg.bytes_moved(g) == 8 * S
     assert cg.flops(g) == 0
-    with pytest.raises(GraphError, match="no graph is open, expected 'with"):
+    with pytest.raises(GraphError, match="no graph is open; build the model inside 'with"):
         cg.ops.arange(3)
 
 
@@ -79,7 +79,7 @@ def test_arange_writes_its_numbers_and_needs_an_open_graph():
         (lambda x, i: cg.ops.gather(x, None), GraphError, "gather: ids is None, expected a tensor"),
         (lambda x, i: cg.ops.take_along(x, i), ShapeError, "expected the same axes except the last"),
         (lambda x, i: cg.ops.scatter(x, i, x), ShapeError, r"updates x.*: expected \(3, 7\) for ids"),
-        (lambda x, i: cg.ops.scatter(x, i, cg.ops.cast(x[:3], "bf16")), ShapeError, "expected one number format"),
+        (lambda x, i: cg.ops.scatter(x, i, cg.ops.cast(x[:3], "bf16")), ShapeError, "expected the same number format"),
         (lambda x, i: cg.ops.scatter(x, i, x[:3], "min"), GraphError, "mode 'min', expected one of add, set, max"),
         (lambda x, i: cg.ops.scatter(x, i, x[:3], inplace=None), GraphError, "inplace is None, expected True or False"),
         (lambda x, i: cg.ops.scatter(x, x, x[:3]), ShapeError, "expected an integer format"),
@@ -87,7 +87,7 @@ def test_arange_writes_its_numbers_and_needs_an_open_graph():
         (lambda x, i: cg.ops.arange(3, "int65"), cg.FormatError, "int65"),
     ],
 )
-def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):
+def test_errors_name_place_value_and_expectation(call, error, text):
     with cg.Graph("g") as g:
         x, i = g.input("x", (5, 7)), g.input("ids", (3,), dtype="int64")
         with pytest.raises(error, match=text):
@@ -101,10 +101,10 @@ def test_expanded_indices_are_read_once():
 
     g, y = graph_of(build, (11, 2))
     assert y.shape == (5, 3, 2)
-    assert cg.costs(g).filter(op="gather").total().read == 4 * (3 * 2) + 8 * 3  # as many rows as different indices
+    assert cg.costs(g).filter(op="gather").total().read == 4 * (3 * 2) + 8 * 3  # one row per distinct index
 
 
-def test_axes_are_the_last_ones_unless_they_are_given():
+def test_axes_default_to_the_last_ones():
     with cg.Graph("g") as g:
         x = g.input("x", (3, 5, 7))
         assert [t.shape for t in cg.ops.split(x, (2, 5))] == [(3, 5, 2), (3, 5, 5)]
@@ -118,7 +118,7 @@ def test_axes_are_the_last_ones_unless_they_are_given():
                 cg.ops.concat([x, x], axis)
 
 
-def test_ops_are_named_by_what_they_are_unless_a_name_is_given():
+def test_op_names_default_to_their_kind():
     with cg.Graph("g") as g:
         x, ids = g.input("x", (3, 5)), g.input("ids", (3,), dtype="int64")
         cg.ops.reshape(x, (15,))
@@ -144,7 +144,7 @@ def test_ops_are_named_by_what_they_are_unless_a_name_is_given():
         np.s_[None, 1:], np.s_[1:2], np.s_[-3:-1, 2:], np.s_[4:], np.s_[:-4], np.s_[0:5:4, 0:7:6], np.s_[...],
     ],
 )  # fmt: skip
-def test_indexing_is_torchs(key):
+def test_indexing_matches_torch(key):
     base = torch.empty(5, 7)
     theirs = base[key]
     with cg.Graph("g") as g:
@@ -171,14 +171,14 @@ def test_indexing_is_torchs(key):
         (np.s_[1.5], "expected"),
     ],
 )
-def test_what_is_no_index_is_refused(key, text):
+def test_invalid_indices_raise(key, text):
     with cg.Graph("g") as g:
         x = g.input("x", (5, 7))
         with pytest.raises(cg.CostGraphError, match=text):
             x[key]
 
 
-def test_a_slice_of_a_symbolic_axis_has_as_many_positions_as_pythons_range():
+def test_symbolic_slice_length_matches_python_range():
     with cg.Graph("g") as g:
         y = g.input("x", (S, 3))[1:S:3]
     for s in (2, 3, 4, 5, 6, 7, 11):
@@ -194,21 +194,21 @@ def test_a_slice_of_a_symbolic_axis_has_as_many_positions_as_pythons_range():
         ("a -> b a c", (3,), {"b": 2, "c": 5}, (2, 3, 5)),
     ],
 )
-def test_expanding_repeats_along_new_axes_and_those_of_size_one(pattern, shape, sizes, theirs):
+def test_expand_repeats_new_and_singleton_axes(pattern, shape, sizes, theirs):
     g, y = graph_of(lambda x: cg.ops.expand(x, pattern, **sizes), shape)
     assert y.shape == theirs
     left = iter(shape)
     names = pattern.split("->")[1].split()
     if "1" not in pattern.split("->")[0]:
-        kept = [next(left) if n == "a" else None for n in names]
+        shape_args = [next(left) if n == "a" else None for n in names]
         assert [bool(s) or n == 1 for s, n in zip(strides(y), theirs, strict=True)] == [
-            k is not None or n == 1 for k, n in zip(kept, theirs, strict=True)
+            k is not None or n == 1 for k, n in zip(shape_args, theirs, strict=True)
         ]
     assert cg.bytes_moved(g) == 0
 
 
 @pytest.mark.parametrize("pattern", ["(a b) -> a b", "a b -> (a b)", "a b -> a (b c)", "a b -> b"])
-def test_expanding_neither_merges_nor_splits_nor_drops(pattern):
+def test_expand_rejects_merged_split_or_dropped_axes(pattern):
     with cg.Graph("g") as g:
         x = g.input("x", (5, 7)[: 1 if pattern.startswith("(") else 2])
         with pytest.raises(cg.CostGraphError, match="expected"):
@@ -216,7 +216,7 @@ def test_expanding_neither_merges_nor_splits_nor_drops(pattern):
 
 
 @pytest.mark.parametrize("ids", [(2, 7, 1), (3, 3, 1), (2, 1), (2, 3, 1, 1)])
-def test_elements_are_picked_along_the_last_axis_of_equal_shapes_alone(ids):
+def test_take_along_requires_equal_leading_shapes(ids):
     with cg.Graph("g") as g:
         x = g.input("x", (2, 3, 5))
         assert cg.ops.take_along(x, g.input("ok", (2, 3, 11), dtype="int32")).shape == (2, 3, 11)
@@ -225,7 +225,7 @@ def test_elements_are_picked_along_the_last_axis_of_equal_shapes_alone(ids):
 
 
 @pytest.mark.parametrize("mode", ["add", "set"])
-def test_a_scatter_into_a_view_writes_where_the_view_lies(mode):
+def test_scatter_into_view_writes_to_its_base(mode):
     with cg.Graph("g") as g:
         target = cg.relu(g.input("x", (11, 5)))[2:9]
         ids, updates = g.input("ids", (3,), dtype="int64"), g.input("u", (3, 5))
@@ -239,7 +239,7 @@ def test_a_scatter_into_a_view_writes_where_the_view_lies(mode):
 
 @pytest.mark.parametrize("call", [cg.ops.reshape, cg.ops.split, cg.ops.expand, cg.rearrange, cg.ops.gather, cg.reduce])
 @pytest.mark.parametrize("wrong", [3, None, "x"])
-def test_what_is_no_tensor_is_refused(call, wrong):
+def test_non_tensor_operands_raise(call, wrong):
     rest = {cg.ops.reshape: ((3,),), cg.ops.split: ((3,),), cg.ops.gather: (wrong,), cg.reduce: ("a -> ", "sum")}
     with pytest.raises(GraphError, match="expected a tensor"):
         call(wrong, *rest.get(call, ("a -> a",)))

@@ -1,4 +1,4 @@
-"""Prefill and decode: counts by hand, by brute force, and laws that tie steps to one pass over everything."""
+"""Prefill and decode: hand-derived counts, brute force, and laws relating steps to one full pass."""
 
 import pytest
 from budget import drawing
@@ -53,15 +53,15 @@ def recurrence():
 # -- one new token, by hand ------------------------------------------------------------------------------------
 
 
-def test_one_step_costs_each_weight_once_and_each_cached_key_and_value():
+def test_decode_step_reads_weights_and_cache_once():
     step = cg.decode(decoder())
-    # q and proj of H heads, k and v of G, the head: 2 for each weight and sequence; scores and values: 2*2K a head
+    # q and proj with H heads, k and v with G, the LM head: 2 per weight and sequence; scores and values: 2*2K per head
     weights = L * (2 * D * H * 2 * K + 2 * D * G * 2 * K) + D * V
     assert cg.matmul_flops(step).equals(2 * B * weights + 2 * 2 * B * H * 2 * K * S * L)
-    assert cg.matmul_flops(step, count="full") == cg.matmul_flops(step)  # one query sees all that is kept
+    assert cg.matmul_flops(step, count="full") == cg.matmul_flops(step)  # one query sees the whole cache
 
 
-def test_caches_are_keys_and_values_of_each_layer():
+def test_cache_holds_keys_and_values_per_layer():
     step = cg.decode(decoder())
     assert cg.cache_bytes(step).equals(2 * 2 * B * S * G * 2 * K * L)
     assert cg.cache_bytes(cg.decode(decoder("fp32"))).equals(2 * cg.cache_bytes(step))
@@ -69,17 +69,17 @@ def test_caches_are_keys_and_values_of_each_layer():
     assert cg.cache_bytes(decoder()) == 0
 
 
-def test_multi_query_and_all_heads():
+def test_cache_bytes_for_mqa_and_mha():
     each = cg.cache_bytes(cg.decode(decoder()), **SIZES, S=1)
     with_all = cg.cache_bytes(cg.decode(decoder()), **{**SIZES, "G": 4}, S=1)
     with_one = cg.cache_bytes(cg.decode(decoder()), **{**SIZES, "G": 1}, S=1)
     assert (with_one, each, with_all) == (1 * with_one, 2 * with_one, 4 * with_one)
 
 
-def test_what_is_kept_lives_throughout_and_is_read_whole():
+def test_cache_lives_throughout_and_is_read_whole():
     step = cg.decode(decoder())
     rows = [r for r in cg.lifetimes(step, **SIZES, S=11) if r.tensor.endswith(".kept")]
-    assert [r.bytes for r in rows] == 2 * [2 * 2 * 2 * 11 * 2 * 3 * 2]  # L*B*G*S*2K elements of two bytes
+    assert [r.bytes for r in rows] == 2 * [2 * 2 * 2 * 11 * 2 * 3 * 2]  # L*B*G*S*2K two-byte elements
     assert {(r.role, r.born, r.dies) for r in rows} == {("cache", None, None)}
     fused = cg.bytes_moved(step, fused=True, **SIZES, S=11) - cg.bytes_moved(step, fused=True, **SIZES, S=10)
     assert fused == cg.cache_bytes(step, **SIZES, S=1)  # one more position is read
@@ -89,17 +89,17 @@ def test_what_is_kept_lives_throughout_and_is_read_whole():
     assert peak == fused
 
 
-def test_a_window_bounds_what_is_kept():
+def test_sliding_window_bounds_the_cache():
     step = cg.decode(decoder(window=W))
     assert cg.cache_bytes(step, **SIZES, S=5, W=8) == cg.cache_bytes(cg.decode(decoder()), **SIZES, S=5)
     assert cg.cache_bytes(step, **SIZES, S=50, W=8) == cg.cache_bytes(cg.decode(decoder()), **SIZES, S=8)
-    several = cg.decode(decoder(window=W), 3)  # the first of three sees 7 before it
+    several = cg.decode(decoder(window=W), 3)  # the first of three sees 7 cached positions
     assert cg.cache_bytes(several, **SIZES, S=50, W=8) == cg.cache_bytes(cg.decode(decoder()), **SIZES, S=10)
     whole = cg.prefill(decoder(window=W))
     assert cg.cache_bytes(whole, **SIZES, S=50, W=8) == cg.cache_bytes(step, **SIZES, S=50, W=8)
 
 
-def test_the_last_logits_alone():
+def test_prefill_computes_last_logits_only():
     g = decoder()
     saved = cg.matmul_flops(cg.prefill(g)) - cg.matmul_flops(cg.prefill(g, logits="last"))
     assert saved.equals(2 * B * (S - 1) * D * V)
@@ -107,7 +107,7 @@ def test_the_last_logits_alone():
     assert [t.shape for t in cg.decode(g, 4, logits="last").outputs] == [(B, 1, V)]
 
 
-def test_a_softcap_behind_the_head_does_not_hide_it():
+def test_softcap_does_not_hide_the_head():
     with cg.Graph("g") as g:
         x = cg.ops.cache(g.input("x", (B, S, D)), "b s d", along="s")
         g.output(cg.ops.pointwise("softcap", cg.linear(x, "b s d -> b s v", v=V, bias=True)))
@@ -119,18 +119,18 @@ def test_a_softcap_behind_the_head_does_not_hide_it():
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"kernel": "eager"}, {"window": 3}, {"window": 3, "kernel": "eager"}])
-def test_a_step_counted_index_point_by_index_point(tokens, options):
+def test_decode_step_matches_interpreter_counts(tokens, options):
     sizes = {"B": 2, "S": 5, "D": 3, "H": 2, "G": 1, "K": 1, "L": 2, "V": 7}
-    held(cg.decode(decoder("fp32", **options), tokens), sizes)
+    check_step(cg.decode(decoder("fp32", **options), tokens), sizes)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_a_recurrence_counted_index_point_by_index_point(tokens):
-    held(cg.decode(recurrence(), tokens), {"B": 2, "D": 3, "L": 2, "S": 5})
-    held(cg.prefill(recurrence()), {"B": 2, "D": 3, "L": 2, "S": 5})
+def test_recurrent_step_matches_interpreter_counts(tokens):
+    check_step(cg.decode(recurrence(), tokens), {"B": 2, "D": 3, "L": 2, "S": 5})
+    check_step(cg.prefill(recurrence()), {"B": 2, "D": 3, "L": 2, "S": 5})
 
 
-def held(graph, sizes):
+def check_step(graph, sizes):
     counted = testing.run(graph, **sizes)
     assert cg.matmul_flops(graph, **sizes) == counted.matmul
     assert cg.flops(graph, **sizes) == counted.matmul + counted.pointwise + counted.transcendental
@@ -158,7 +158,7 @@ def test_chunks_add_up_to_the_whole_prompt(steps, window, groups):
     assert total == cg.matmul_flops(g, **sizes, S=at)
 
 
-def test_open_new_tokens_are_what_every_number_of_them_is():
+def test_symbolic_token_count_matches_numbers():
     g = decoder(window=W)
     open_ = cg.decode(g, "T")
     for new in (1, 2, 7):
@@ -166,7 +166,7 @@ def test_open_new_tokens_are_what_every_number_of_them_is():
             assert question(open_, T=new, S=9, W=4, **SIZES) == question(cg.decode(g, new), S=9, W=4, **SIZES)
 
 
-def test_a_prompt_is_a_step_from_nothing():
+def test_prefill_is_a_step_from_an_empty_cache():
     g = decoder()
     for question in (cg.flops, cg.param_count):
         assert question(cg.prefill(g)) == question(g)
@@ -174,7 +174,7 @@ def test_a_prompt_is_a_step_from_nothing():
     assert cg.flops(cg.prefill(g, "T"), T=4, S=9, **SIZES) == cg.flops(cg.decode(g, "T"), T=4, S=9, **SIZES)
 
 
-def test_graphs_of_inference_are_graphs(tmp_path):
+def test_inference_graphs_survive_a_file(tmp_path):
     for made in (cg.decode(decoder()), cg.prefill(recurrence()), cg.decode(recurrence(), "T")):
         save(made, tmp_path / "step.json")
         again = load(tmp_path / "step.json")
@@ -182,7 +182,7 @@ def test_graphs_of_inference_are_graphs(tmp_path):
         assert cg.bytes_moved(again) == cg.bytes_moved(made)
 
 
-def test_defaults_and_assumptions_come_along():
+def test_inference_keeps_defaults_and_assumptions():
     step = cg.decode(cg.models.load("gpt2"))
     assert step.defaults == cg.models.load("gpt2").defaults
     with pytest.raises(cg.BindingError, match="S <= P"):
@@ -191,25 +191,25 @@ def test_defaults_and_assumptions_come_along():
         cg.flops(cg.decode(cg.models.load("gpt2"), 4), B=1, S=3)
 
 
-def test_the_published_bytes_of_a_position():
-    # 2*G*K*L elements of two bytes: 2*32*128*32 and 2*8*128*80
+def test_cache_bytes_per_position_match_published():
+    # 2*G*K*L two-byte elements: 2*32*128*32 and 2*8*128*80
     for name, expected in (("llama-2-7b", 524_288), ("llama-3-70b", 327_680)):
         assert cg.cache_bytes(cg.decode(cg.models.load(name)), B=1, S=1) == expected
 
 
-# -- refusals --------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_kept():
+def test_graph_without_cache_raises():
     with cg.Graph("plain") as g:
         g.output(cg.relu(g.input("x", (B, S))))
-    with pytest.raises(GraphError, match=r"decode: nothing in graph 'plain' is kept between steps, expected costgraph"):
+    with pytest.raises(GraphError, match=r"decode: graph 'plain' keeps no state between steps, expected costgraph"):
         cg.decode(g)
 
 
-def test_a_training_step_is_no_forward_pass():
+def test_training_step_cannot_be_decoded():
     step = cg.training_step(decoder(), loss="cross_entropy")
-    with pytest.raises(GraphError, match="prefill: graph 'decoder' has a backward pass, expected a forward pass alone"):
+    with pytest.raises(GraphError, match="prefill: graph 'decoder' has a backward pass, expected only a forward pass"):
         cg.prefill(step)
 
 
@@ -218,15 +218,15 @@ def test_a_training_step_is_no_forward_pass():
     [
         (0, ShapeError, "decode: tokens: 0, expected a positive integer"),
         ("D", GraphError, "decode: tokens D is a dimension of graph 'decoder', expected another name"),
-        (2 * B, ShapeError, r"decode: tokens 2\*B, expected a whole number or one symbol"),
+        (2 * B, ShapeError, r"decode: tokens 2\*B, expected an integer or one symbol"),
     ],
 )
-def test_no_number_of_tokens(tokens, error, text):
+def test_invalid_token_counts_raise(tokens, error, text):
     with pytest.raises(error, match=text):
         cg.decode(decoder(), tokens)
 
 
-def test_keys_that_are_not_marked():
+def test_unmarked_keys_raise():
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, D))
         k = cg.ops.cache(cg.linear(x, "b s d -> b s e", e=D), "b t d", along="t")
@@ -237,15 +237,15 @@ def test_keys_that_are_not_marked():
         cg.decode(g)
 
 
-def test_stated_costs_that_do_not_tell_positions_apart():
+def test_opaque_op_without_positional_costs_raises():
     with cg.Graph("g") as g:
         x = cg.ops.cache(g.input("x", (B, S, D)), "b s d", along="s")
         g.output(cg.opaque("sort", [x], (B, S, D), flops=B * S * D))
-    with pytest.raises(UnsupportedError, match="op 'sort' states its sizes or costs in S, and reads what is cached"):
+    with pytest.raises(UnsupportedError, match="op 'sort' states its sizes or costs in S and reads cached tensors"):
         cg.decode(g)
 
 
-def test_two_lengths():
+def test_two_sequence_lengths_raise():
     with cg.Graph("g") as g:
         x = cg.ops.cache(g.input("x", (B, S, D)), "b s d", along="s")
         y = cg.ops.cache(g.input("y", (B, M, D)), "b m d", along="m")
@@ -254,11 +254,11 @@ def test_two_lengths():
         cg.decode(g)
 
 
-def test_no_head():
+def test_last_logits_without_a_head_raise():
     with cg.Graph("g") as g:
         x = cg.ops.cache(g.input("x", (B, S, D)), "b s d", along="s")
         g.output(cg.tanh(x))
-    with pytest.raises(UnsupportedError, match="has no head that makes its output"):
+    with pytest.raises(UnsupportedError, match="has no head that computes its output"):
         cg.prefill(g, logits="last")
 
 
@@ -275,7 +275,7 @@ def test_marks_name_every_axis(arguments, text):
         cg.ops.cache(g.input("x", (B, S, D)), *arguments)
 
 
-def test_marks_that_mean_nothing():
+def test_invalid_cache_marks_raise():
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, D))
         with pytest.raises(cg.PatternError, match="along='t', expected an axis of 'b s d'"):

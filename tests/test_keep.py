@@ -1,4 +1,4 @@
-"""Tensors that a program's variables name longer than ops read them."""
+"""Tensors that program variables keep alive beyond their last reading op."""
 
 import json
 
@@ -18,7 +18,7 @@ POINT = {"B": 3, "D": 5}
 
 
 def chain(hold):
-    """Three elementwise ops in a row; the first result is held up to the third."""
+    """Three elementwise ops in a row; a variable holds the first result until the third."""
     with cg.Graph("g", dtype="fp32") as g:
         first = cg.relu(g.input("x", (B, D)))
         y = cg.tanh(cg.tanh(first))
@@ -26,24 +26,24 @@ def chain(hold):
     return g
 
 
-def test_what_is_kept_lives_until_there():
-    # input, and of the results two at a time; with the first one held, all three
-    assert cg.peak_memory(chain(hold=False), **POINT) == 4 * 3 * 5 * 3
-    assert cg.peak_memory(chain(hold=True), **POINT) == 4 * 3 * 5 * 4
-    rows = {r.tensor: r for r in cg.lifetimes(chain(hold=True), **POINT)}
+def test_kept_tensor_lives_until_the_keep():
+    # the input and two results at a time; holding the first result, all three
+    assert cg.peak_memory(chain(keep_gathered=False), **POINT) == 4 * 3 * 5 * 3
+    assert cg.peak_memory(chain(keep_gathered=True), **POINT) == 4 * 3 * 5 * 4
+    rows = {r.tensor: r for r in cg.lifetimes(chain(keep_gathered=True), **POINT)}
     assert rows["relu"].dies == "keep"
     assert rows["tanh"].dies == "tanh_1"
 
 
-def test_nothing_is_computed_or_moved():
-    held, plain = chain(hold=True), chain(hold=False)
+def test_keep_is_free():
+    held, plain = chain(keep_gathered=True), chain(keep_gathered=False)
     assert cg.flops(held) == cg.flops(plain)
     assert cg.bytes_moved(held) == cg.bytes_moved(plain)
     assert held.outputs[0].is_view
     assert held.outputs[0].storage is list(held.ops)[-1].operands[0].storage
 
 
-def test_the_first_operand_keeps_its_layout():
+def test_keep_preserves_first_operand_layout():
     with cg.Graph("g") as g:
         x = g.input("x", (B, D)).T
         y = cg.ops.keep(x, cg.relu(x))
@@ -51,7 +51,7 @@ def test_the_first_operand_keeps_its_layout():
 
 
 def layered(hold):
-    """A stack of layers whose input is held until the layer ends, and what the last layer made beyond the stack."""
+    """A stack of layers whose input is held until the layer ends; the last layer's result is held beyond the stack."""
 
     def layer(x):
         y = cg.tanh(x) * 2.0
@@ -66,12 +66,12 @@ def layered(hold):
     return g
 
 
-def test_gradients_pass_to_what_is_returned_alone():
-    check_training(layered(hold=True), **POINT, L=3)
+def test_gradients_pass_to_the_returned_tensor_only():
+    check_training(layered(keep_gathered=True), **POINT, L=3)
 
 
-def test_a_backward_pass_holds_nothing():
-    # what variables held is saved no longer than what is read, and no byte is saved twice
+def test_backward_pass_keeps_no_variables():
+    # held variables extend no saved tensor's lifetime, and no byte is saved twice
     held, plain = (cg.training_step(layered(hold)) for hold in (True, False))
     sizes = {**POINT, "L": 4}
     assert cg.saved_bytes(held, **sizes) == cg.saved_bytes(plain, **sizes)
@@ -79,28 +79,28 @@ def test_a_backward_pass_holds_nothing():
     assert cg.bytes_moved(held, **sizes) == cg.bytes_moved(plain, **sizes)
 
 
-def test_no_gradient_goes_to_what_is_held():
+def test_held_tensors_get_no_gradient():
     with cg.Graph("g", dtype="fp32") as g:
         x, beside = g.param("x", (B, D)), g.param("beside", (B, D))
         g.output(cg.reduce(cg.ops.keep(x * 2.0, beside * 2.0), "b d -> ", "sum"))
     assert {t.name for t in cg.backward(g).gradients} == {"x"}
 
 
-def test_a_file_says_the_same(tmp_path):
-    save(chain(hold=True), tmp_path / "g.json")
-    assert cg.peak_memory(load(tmp_path / "g.json")) == cg.peak_memory(chain(hold=True))
+def test_keep_survives_a_file(tmp_path):
+    save(chain(keep_gathered=True), tmp_path / "g.json")
+    assert cg.peak_memory(load(tmp_path / "g.json")) == cg.peak_memory(chain(keep_gathered=True))
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"attrs": {"until": 3}}, "attribute 'until' of 'keep'"),
-        ({"operands": []}, "keep of nothing, expected one operand"),
+        ({"operands": []}, "keep without operands, expected at least one"),
     ],
 )
-def test_a_file_with_something_else_is_refused(tmp_path, change, text):
+def test_damaged_keep_in_file_raises(tmp_path, change, text):
     path = tmp_path / "g.json"
-    save(chain(hold=True), path)
+    save(chain(keep_gathered=True), path)
     data = json.loads(path.read_text())
     next(n for n in data["nodes"] if n.get("kind") == "keep").update(change)
     path.write_text(json.dumps(data))
@@ -109,7 +109,7 @@ def test_a_file_with_something_else_is_refused(tmp_path, change, text):
 
 
 @each("wrong", [None, 3, "x"])
-def test_what_is_no_tensor_is_refused(wrong):
+def test_non_tensor_operands_raise(wrong):
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
         with pytest.raises(GraphError, match="keep"):

@@ -1,4 +1,4 @@
-"""Latent attention in both forms, and attention with sinks: FLOPs, bytes, caches, laws."""
+"""Multi-head latent attention in both forms, and attention with sinks: FLOPs, bytes, caches, laws."""
 
 import pytest
 from each import each
@@ -22,9 +22,9 @@ def latent(kernel="flash", **options):
 
 
 @pytest.mark.parametrize("absorbed", [False, True])
-def test_the_layers_around_latent_attention(absorbed):
+def test_latent_attention_param_count(absorbed):
     C, R, N, V = 5, 2, 3, 4
-    # queries, the latent vector and the shared key, keys and values of heads, the way back; and a norm
+    # queries, the latent vector and the shared key, per-head keys and values, the output projection; and a norm
     plain = D * H * (N + R) + D * (C + R) + C * H * (N + V) + H * V * D + C
     assert (cg.param_count(latent(absorbed=absorbed)) - plain).expand() == 0
     short = cg.param_count(latent(absorbed=absorbed, query_latent=6, bias=True))
@@ -32,18 +32,18 @@ def test_the_layers_around_latent_attention(absorbed):
     assert (short - (plain - D * H * (N + R) + rank + (C + R) + D)).expand() == 0
 
 
-def test_flops_of_both_forms():
+def test_latent_attention_flops_in_both_forms():
     C, R, N, V = 5, 2, 3, 4
     around = 2 * B * S * (D * H * (N + R) + D * (C + R) + H * V * D)
-    made = 2 * B * S * C * H * (N + V) + 2 * B * H * S * S * (N + R + V)
+    naive = 2 * B * S * C * H * (N + V) + 2 * B * H * S * S * (N + R + V)
     absorbed = 2 * B * S * H * C * (N + V) + 2 * B * H * S * S * (C + R + C)
-    assert (cg.matmul_flops(latent(), count="full") - around - made).expand() == 0
+    assert (cg.matmul_flops(latent(), count="full") - around - naive).expand() == 0
     assert (cg.matmul_flops(latent(absorbed=True), count="full") - around - absorbed).expand() == 0
 
 
 @pytest.mark.parametrize("absorbed", [False, True])
 @pytest.mark.parametrize("kernel", ["flash", "eager"])
-def test_what_is_kept_does_not_depend_on_the_heads(absorbed, kernel):
+def test_latent_cache_is_independent_of_heads(absorbed, kernel):
     g = latent(kernel, absorbed=absorbed)
     for step in (cg.prefill(g), cg.decode(g), cg.decode(g, 3)):
         assert cg.cache_bytes(step) == 2 * (5 + 2) * B * S
@@ -55,20 +55,20 @@ def test_latent_attention_keeps_the_laws(absorbed, kernel):
     testing.check(latent(kernel, absorbed=absorbed, query_latent=2), B=2, S=3, D=2, H=2)
 
 
-def test_copied_values_let_go_of_what_keys_were_copied_from():
-    def kept(**options):
+def test_contiguous_values_free_the_joint_projection():
+    def saved_bytes_of(**options):
         g = latent(**options)
         with g:
             g.output(cg.reduce(g.outputs.pop(), "b s d -> ", "mean"))
         return sum(cg.saved_bytes(cg.backward(g)).values())
 
-    # of nope + value elements of a head that one product makes, value are left, of 2 bytes
-    assert (kept() - kept(contiguous=True) - 2 * B * S * H * SIZES["nope"]).expand() == 0
+    # one product yields nope + value elements per head; the copy keeps value only, at 2 bytes
+    assert (saved_bytes_of() - saved_bytes_of(contiguous=True) - 2 * B * S * H * SIZES["nope"]).expand() == 0
     testing.check(latent(contiguous=True), B=2, S=5, D=3, H=2)
 
 
 @pytest.mark.parametrize("absorbed", [False, True])
-def test_gradients_of_latent_attention(absorbed):
+def test_latent_attention_gradients(absorbed):
     g = latent("eager", absorbed=absorbed)
     with g:
         g.output(cg.reduce(g.outputs.pop(), "b s d -> ", "mean"))
@@ -86,13 +86,13 @@ def test_gradients_of_latent_attention(absorbed):
         ({"query_latent": 1.5}, "1.5"),
     ],
 )
-def test_what_is_no_latent_attention_is_refused(options, text):
+def test_invalid_latent_attention_raises(options, text):
     with pytest.raises(cg.CostGraphError) as error:
         latent(**options)
     assert text in str(error.value)
 
 
-def test_latent_attention_wants_three_axes():
+def test_latent_attention_requires_three_axes():
     with cg.Graph("g") as g:
         rope = cg.nn.rotary_tables(cg.ops.arange(S), 2)
         with pytest.raises(cg.ShapeError, match=r"expected three axes \(batch, positions, width\)"):
@@ -112,10 +112,10 @@ def sunk(kernel, sinks=True):
 
 
 @pytest.mark.parametrize("kernel", ["flash", "eager"])
-def test_a_sink_costs_three_operations_a_row(kernel):
+def test_sink_costs_three_ops_and_one_exp_per_row(kernel):
     with_one, without = sunk(kernel), sunk(kernel, sinks=False)
     assert cg.matmul_flops(with_one) == cg.matmul_flops(without)
-    # the larger of it and the row's maximum, the difference, its exp, and the sum with the others
+    # the maximum with the row's maximum, the difference, its exp, and its term in the sum
     assert (cg.flops(with_one) - cg.flops(without) - 4 * B * H * S).expand() == 0
     assert cg.bytes_moved(with_one, fused=True) - cg.bytes_moved(without, fused=True) == 4 * H
 
@@ -125,13 +125,13 @@ def test_attention_with_sinks_keeps_the_laws(kernel):
     testing.check(sunk(kernel), B=2, H=4, G=2, S=3, K=2)
 
 
-def test_sinks_are_parameters_of_a_layer():
+def test_sinks_are_layer_parameters():
     with cg.Graph("g") as g:
         g.output(cg.nn.self_attention(g.input("x", (B, S, D)), H, K, groups=G, sinks=True))
     assert (cg.param_count(g) - (2 * D * H * K + 2 * D * G * K + H)).expand() == 0
 
 
-def test_there_is_one_sink_a_head():
+def test_sinks_require_one_value_per_head():
     with cg.Graph("g") as g:
         q, k = g.input("q", (B, 6, S, K)), g.input("k", (B, 3, S, K))
         with pytest.raises(cg.ShapeError, match="expected one for each of 6 heads"):

@@ -1,4 +1,4 @@
-"""Layers in a pattern, and what self-attention, rotary positions and gated layers can be made of."""
+"""Layer patterns, and the building blocks of self-attention, rotary positions and gated layers."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def stacked(kinds, rest=0, count=L, **options):
 
 
 def unrolled(kinds, depth):
-    """The same layers one after the other."""
+    """The same layers, unrolled."""
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
         for i in range(depth):
@@ -46,7 +46,7 @@ PATTERNS = [
 
 @each("periods", [1, 2, 3, 5])
 @each(("kinds", "rest"), PATTERNS)
-def test_layers_in_a_pattern_cost_what_they_cost_one_after_the_other(kinds, rest, periods):
+def test_layer_pattern_costs_match_unrolled_layers(kinds, rest, periods):
     depth = periods * len(kinds) + rest
     g, same = stacked(kinds, rest), unrolled(kinds, depth)
     for question in (cg.param_count, cg.flops, cg.bytes_moved, cg.peak_memory):
@@ -55,34 +55,34 @@ def test_layers_in_a_pattern_cost_what_they_cost_one_after_the_other(kinds, rest
         assert question(g, L=depth, **sizes) == question(same, **sizes)
 
 
-def test_depth_stays_a_symbol():
-    # periods of 3 narrow layers and a wide one, and 2 narrow ones after them
+def test_pattern_depth_stays_symbolic():
+    # periods with 3 narrow layers and a wide one, then 2 narrow ones
     g = stacked(("one", "one", "one", "two"), 2)
     assert cg.param_count(g).expand() == ((L - 2) / 4 * (3 * D**2 + 2 * D * F) + 2 * D**2).expand()
     assert cg.matmul_flops(g).expand() == (2 * B * cg.param_count(g)).expand()
 
 
 @each("depth", [2, 3, 4, 5, 7, 8, 9])
-def test_a_depth_that_is_no_number_of_whole_periods_is_refused(depth):
+def test_depth_with_partial_period_raises(depth):
     g = stacked(("one", "one", "one", "two"), 2)
     with pytest.raises(cg.BindingError, match=rf"L={depth}: count of 'layers' has size L/4 - 1/2"):
         cg.param_count(g, L=depth, D=2, F=3)
 
 
-def test_several_kinds_are_scopes_and_one_is_none():
+def test_layer_kinds_become_scopes_if_several():
     g = stacked(("one", "one", "two"), 2, count=8)
     names = {op.name for op in g.walk()}
     assert {"layers/one/one/matmul", "layers/two/up/matmul", "layers_rest/one/one/matmul"} <= names
     assert "layers/one/matmul" in {op.name for op in stacked(("one",)).walk()}
 
 
-def test_equal_kinds_that_are_apart_have_parameters_of_their_own():
+def test_repeated_kinds_have_separate_parameters():
     g = stacked(("one", "two", "one"), count=3)
     assert cg.param_count(g) == 2 * D**2 + 2 * D * F
     assert len({p.name for p in g.params}) == len(g.params) == 4
 
 
-def test_a_tuple_is_passed_as_several_arguments():
+def test_tuple_state_is_unpacked_into_arguments():
     def body(x, y):
         return y, cg.relu(x)
 
@@ -94,12 +94,12 @@ def test_a_tuple_is_passed_as_several_arguments():
     assert cg.flops(g, L=6, B=5) == 3 * 5
 
 
-def test_a_step_trains_through_a_pattern():
+def test_training_step_through_a_pattern():
     with cg.Graph("g") as g:
         x = cg.nn.layers(L, BODIES, g.input("x", (B, D)), ("one", "one", "two"), rest=1)
         g.output(cg.reduce(x, "b d -> ", "mean"))
     step = cg.training_step(g, optimizer=cg.SGD())
-    forward, weights = cg.matmul_flops(g), 2 * B * D**2  # the first layer needs no gradient of its operand
+    forward, weights = cg.matmul_flops(g), 2 * B * D**2  # the first layer needs no input gradient
     assert (cg.matmul_flops(step) - 3 * forward + weights).expand() == 0
 
 
@@ -123,10 +123,10 @@ def test_a_step_trains_through_a_pattern():
         ({"bodies": one}, "bodies is .*, expected a mapping from text to a function"),
         ({"bodies": {"one": 3, "two": two}}, "bodies is .*, expected a mapping from text to a function"),
         ({"x": 3}, "layers: x is 3, expected a tensor or a list, each a tensor"),
-        ({"bodies": {"one": one, "two": lambda x: None}}, "expected 1 tensors to carry on"),
+        ({"bodies": {"one": one, "two": lambda x: None}}, "expected 1 tensors as next carries"),
     ],
 )
-def test_arguments_that_are_none(change, text):
+def test_invalid_pattern_arguments_raise(change, text):
     with cg.Graph("g") as g:
         given = {"count": 4, "bodies": BODIES, "x": g.input("x", (B, D)), "kinds": ("one", "two"), **change}
         count, bodies, x, kinds = (given.pop(k) for k in ("count", "bodies", "x", "kinds"))
@@ -143,28 +143,28 @@ def rotated(width, *shape):
     return g
 
 
-def test_only_what_is_rotated_is_counted_and_all_of_it_is_moved():
+def test_partial_rotary_computes_rotated_part_and_moves_all():
     g = rotated(R, B, H, S)
     kernel = cg.costs(g).filter(op="rotary").total()
     assert kernel.pointwise == 3 * B * H * S * R
-    # x and the result in bf16; cosines and sines of R/2 elements in fp32
+    # x and the result in bf16; cosines and sines have R/2 elements in fp32
     assert kernel.bytes.expand() == (2 * 2 * B * H * S * K + 2 * 4 * S * R / 2).expand()
     full = cg.costs(rotated(K, B, H, S)).filter(op="rotary").total()
     assert full.pointwise == 3 * B * H * S * K
 
 
 @pytest.mark.parametrize("width", [10, 12])
-def test_tables_as_wide_as_the_head_or_wider_are_no_partial_ones(width):
+def test_rotary_tables_must_be_narrower_than_the_head(width):
     g = rotated(R, B, S)
     with pytest.raises(cg.BindingError, match=rf"R={width}"):
         cg.flops(g, B=1, S=2, K=10, R=width)
-    assert cg.flops(g, B=1, S=2, K=11, R=10) > 0  # a head of odd size
+    assert cg.flops(g, B=1, S=2, K=11, R=10) > 0  # an odd head size
 
 
-def test_rotary_tables_have_two_axes():
+def test_rotary_tables_must_have_two_axes():
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, K))
-        with pytest.raises(cg.ShapeError, match=r"expected two axes \(positions, half of what is rotated\)"):
+        with pytest.raises(cg.ShapeError, match=r"expected two axes \(positions, half the rotated size\)"):
             cg.nn.rotary(x, x, x)
 
 
@@ -179,12 +179,12 @@ def gated(**options):
     return cg.backward(g)
 
 
-def test_a_gate_in_one_kernel_keeps_what_goes_into_it_alone():
+def test_fused_gate_saves_only_its_inputs():
     apart, fused, packed = gated(), gated(fused=True), gated(fused=True, packed=True)
     one, other = (testing.run(g, S=3, D=5, F=7) for g in (apart, fused))
     for name, found in one.gradients.items():
         np.testing.assert_allclose(other.gradients[name], found, rtol=1e-12, err_msg=name)
-    # x; gate, up and their product, of F elements each; by default silu(gate) as well
+    # x; gate, up and their product with F elements each; by default silu(gate) as well
     assert cg.saved_bytes(apart)["layers"] == 4 * S * D + 16 * S * F
     assert cg.saved_bytes(fused)["layers"] == cg.saved_bytes(packed)["layers"] == 4 * S * D + 12 * S * F
 
@@ -200,16 +200,16 @@ def attended(**options):
 
 @each("options", [{}, {"bias": True, "out_bias": True}, {"qk_norm": "head"}, {"qk_norm": "all"}])
 @each("kernel", ["flash", "eager"])
-def test_one_layer_for_queries_keys_and_values_computes_the_same(kernel, options):
+def test_packed_qkv_matches_separate_projections(kernel, options):
     apart, packed = (attended(kernel=kernel, packed=p, **options) for p in (False, True))
     assert cg.param_count(apart) == cg.param_count(packed)
     assert cg.flops(apart) == cg.flops(packed)
-    # x is read once instead of three times; the strided parts are read where they lie
+    # x is read once, not three times; the strided parts are read as views
     saved = cg.bytes_moved(apart) - cg.bytes_moved(packed)
     assert saved.subs({H: 2 * G}).expand() == (2 * 4 * B * S * D).expand()
 
 
-def test_parts_of_a_packed_layer_are_views():
+def test_packed_layer_parts_are_views():
     ops = list(attended(packed=True).walk())
     (qkv,) = [op.results[0] for op in ops if op.name == "attention/qkv/matmul"]
     assert [str(n) for n in qkv.sizes] == ["B", "S", "2*G + H", "K"]
@@ -218,8 +218,8 @@ def test_parts_of_a_packed_layer_are_views():
     assert all(t.storage is qkv.storage for t in parts)
 
 
-def test_packed_layers_refuse_what_they_cannot_be():
-    with pytest.raises(cg.GraphError, match="packed with another bias of keys"):
+def test_invalid_packed_layers_raise():
+    with pytest.raises(cg.GraphError, match="packed with a different bias for keys"):
         attended(packed=True, bias=True, key_bias=False)
     with pytest.raises(cg.GraphError, match="self_attention: packed is 1, expected True or False"):
         attended(packed=1)
@@ -230,13 +230,13 @@ def test_packed_layers_refuse_what_they_cannot_be():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_one_layer_for_gate_and_up_computes_the_same(bias):
-    made = []
+def test_packed_gate_up_matches_separate_projections(bias):
+    graphs = []
     for packed in (False, True):
         with cg.Graph("g") as g:
             g.output(cg.nn.gated_mlp(g.input("x", (B, S, D)), F, bias=bias, packed=packed))
-        made.append(g)
-    apart, packed = made
+        graphs.append(g)
+    apart, packed = graphs
     assert cg.param_count(apart) == cg.param_count(packed) == 3 * D * F + (2 * F + D if bias else 0)
     assert cg.flops(apart) == cg.flops(packed)
     assert (cg.bytes_moved(apart) - cg.bytes_moved(packed)).expand() == 4 * B * S * D
@@ -254,7 +254,7 @@ TURNS = [(("a", "b"), 1, 9), (("a", "b", "b"), 2, 8), (("a", "a", "b"), 0, 12)]
         for j, policy in enumerate(POLICIES)
     ],
 )
-def test_layers_of_several_kinds_are_computed_again_one_by_one(kinds, rest, count, policy, tmp_path):
+def test_mixed_layers_are_recomputed_one_by_one(kinds, rest, count, policy, tmp_path):
     def layer(x):
         return x + cg.nn.mlp(x, 4 * D, activation=cg.relu)
 

@@ -1,4 +1,4 @@
-"""Layers of a stack: recomputed, adapted, frozen and quantized, in loops, unrolled loops and numbered scopes."""
+"""Layers of a stack are recomputed, adapted, frozen or quantized in loops, unrolled loops and numbered scopes."""
 
 from functools import cache
 
@@ -20,7 +20,7 @@ def answers(graph, **sizes):
 
 
 SGD = cg.SGD()
-#: The same graph for the same sizes, as nothing changes it.
+#: Cache of loaded models; nothing modifies these graphs.
 unrolled = cache(cg.unroll)
 
 
@@ -36,7 +36,7 @@ def step(graph, checkpoint=None, **more):
 
 
 def numbered(layers=4, stack="h"):
-    """Return a program that declares its layers in scopes `h/0`, `h/1`, ..., with no loop."""
+    """Return a program that declares its layers in scopes `h/0`, `h/1`, ..., without a loop."""
     with cg.Graph("g") as g:
         x = cg.linear(g.input("x", (B, D)), "b d -> b e", e=D, name="first")
         for i in range(layers):
@@ -66,28 +66,28 @@ UNROLLED = [
 @pytest.mark.parametrize(
     ("name", "micro_batches", "policy"),
     [
-        # layers that take turns, and micro-batches
+        # alternating layers, and micro-batches
         ("gemma-2-2b", 1, UNROLLED[4]), ("llama-3.2-1b", 4, UNROLLED[1]), ("llama-3.2-1b", 4, UNROLLED[2]),
         *(pytest.param("gemma-2-2b", 1, UNROLLED[i], marks=pytest.mark.long) for i in (0, 1)),
         *(pytest.param("llama-3.2-1b", 4, UNROLLED[i], marks=pytest.mark.long) for i in (0, 3, 4)),
     ],
 )  # fmt: skip
-def test_an_unrolled_model_is_recomputed_as_its_loop(name, micro_batches, policy):
+def test_recomputation_of_unrolled_model_matches_loop(name, micro_batches, policy):
     model = loaded(name, 4)
     wanted = step(model, policy, accumulate=micro_batches)
-    made = step(unrolled(model), policy, accumulate=micro_batches)
-    assert answers(made) == answers(wanted)
-    assert cg.costs(made, **SIZES).filter(phase="recompute").total().matmul > 0
+    recomputed = step(unrolled(model), policy, accumulate=micro_batches)
+    assert answers(recomputed) == answers(wanted)
+    assert cg.costs(recomputed, **SIZES).filter(phase="recompute").total().matmul > 0
 
 
 @pytest.mark.parametrize("policy", [None, cg.every_block(), cg.every(2), cg.every_block(early_stop=False)])
-def test_numbered_scopes_are_layers(policy):
+def test_numbered_scopes_count_as_layers(policy):
     sizes = {"B": 8, "D": 4, "F": 16}
     made, wanted = (cg.training_step(g, checkpoint=policy) for g in (numbered(), looped()))
     assert cg.peak_memory(made, **sizes) == cg.peak_memory(wanted, **sizes)
 
 
-def test_the_outer_one_of_two_stacks_has_the_layers_unless_all_of_its_children_differ():
+def test_outer_stack_defines_layers_unless_its_children_differ():
     def graph(widths, parts):
         with cg.Graph("g") as g:
             x = g.input("x", (B, D), grad=True)
@@ -111,11 +111,11 @@ def test_the_outer_one_of_two_stacks_has_the_layers_unless_all_of_its_children_d
         (cg.every_block(), "graph 'flat' has no layers to recompute"),
         (cg.every(2), "graph 'flat' has no layers to recompute"),
         (cg.from_start(), "graph 'flat' has no loop to recompute"),
-        (cg.selective("inside"), "'inside' of graph 'flat' is inside of a kernel"),
-        (cg.selective("nowhere"), "'nowhere' is no scope or op"),
+        (cg.selective("inside"), "'inside' of graph 'flat' is inside a kernel"),
+        (cg.selective("nowhere"), "'nowhere' matches no scope or op"),
     ],
 )
-def test_a_policy_that_matches_nothing_is_refused(policy, text):
+def test_policy_without_a_match_raises(policy, text):
     with cg.Graph("flat") as g:
         x = g.input("x", (B, D)) @ g.param("w", (D, D))
         with cg.kernel("fused"), cg.scope("inside"):
@@ -125,22 +125,22 @@ def test_a_policy_that_matches_nothing_is_refused(policy, text):
         cg.training_step(g, checkpoint=policy)
 
 
-def test_a_number_of_layers_that_k_does_not_divide_is_refused():
+def test_layer_count_not_divisible_by_k_raises():
     with pytest.raises(GraphError, match="every 3 of the 4 layers in 'h': expected a divisor"):
         cg.training_step(numbered(), checkpoint=cg.every(3))
 
 
 @pytest.mark.parametrize("name", in_part(["llama-3-8b", "mistral-7b", "olmo-2-1b", "mixtral-8x7b"], 0, 2))
-def test_views_outside_of_a_scope_do_not_split_its_region(name):
+def test_outer_views_do_not_split_a_recomputed_region(name):
     model = load(name)
     plain, part = (cg.saved_bytes(step(model, policy), **SIZES) for policy in (None, cg.selective("attention")))
     assert part["layers"] < plain["layers"]
-    if name == "llama-3-8b":  # inputs of both halves, three of 14336 of the MLP, its norm and its statistics
+    if name == "llama-3-8b":  # inputs of both halves, three 14336-wide MLP tensors, its norm and its statistics
         tokens, hidden, wide = 2 * 64, 4096, 14336
         assert part["layers"] == tokens * (2 * (3 * hidden + 4 * wide) + 4)
 
 
-def test_a_checkpoint_without_early_stop_runs_whole_layers():
+def test_checkpoint_without_early_stop_recomputes_whole_layers():
     sizes = {"B": 4, "D": 32, "F": 64}
     stops, whole = (cg.training_step(looped(3), checkpoint=cg.every_block(early_stop=early)) for early in (True, False))
     forward = cg.costs(looped(3), **sizes).filter(scope="h").total().matmul
@@ -156,13 +156,13 @@ def test_a_checkpoint_without_early_stop_runs_whole_layers():
     [pytest.param(cg.selective("attention"), marks=pytest.mark.long), cg.selective("v_cache"),
      cg.every_block(keep=["matmul"])],
 )  # fmt: skip
-def test_a_recomputed_kernel_is_read_from_a_file(tmp_path, policy):
-    made = step(loaded("gemma-2-2b", 2), policy)
-    cg.save(made, tmp_path / "g.json")
-    assert answers(cg.load(tmp_path / "g.json")) == answers(made)
+def test_recomputed_kernel_survives_a_file(tmp_path, policy):
+    recomputed = step(loaded("gemma-2-2b", 2), policy)
+    cg.save(recomputed, tmp_path / "g.json")
+    assert answers(cg.load(tmp_path / "g.json")) == answers(recomputed)
 
 
-# -- some layers -------------------------------------------------------------------------------------------------
+# -- layer selection ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -170,28 +170,28 @@ def test_a_recomputed_kernel_is_read_from_a_file(tmp_path, policy):
     [("layers[3:]/*/q", 1), ("layers[:3]/attention/q", 3), ("layers[1:3]/*/q", 2), ("layers[-1]/*/q", 1),
      ("layers/2/attention/q", 1), ("layers[2]/*/q", 1), ("*/attention/q", 4), ("layers[:]/*/q", 4)],
 )  # fmt: skip
-def test_adapters_of_some_layers(pattern, layers):
+def test_lora_on_selected_layers(pattern, layers):
     model = loaded("llama-3.2-1b", 4)
     rank, hidden = 8, 2048
-    made = [cg.lora(g, rank, [pattern]) for g in (model, unrolled(model))]
-    assert [cg.param_count(g) - cg.param_count(model) for g in made] == [layers * rank * 2 * hidden] * 2
-    assert answers(made[0]) == answers(made[1])
+    adapted = [cg.lora(g, rank, [pattern]) for g in (model, unrolled(model))]
+    assert [cg.param_count(g) - cg.param_count(model) for g in adapted] == [layers * rank * 2 * hidden] * 2
+    assert answers(adapted[0]) == answers(adapted[1])
 
 
 @pytest.mark.parametrize("pattern", in_part(["layers[1:]/mlp", "layers[:2]", "layers/3", "*/norm"], 0, 2))
-def test_some_layers_are_frozen(pattern):
+def test_freezing_selected_layers(pattern):
     model = loaded("llama-3.2-1b", 4)
-    made = [step(g, cg.every_block(), freeze=pattern) for g in (model, unrolled(model))]
-    assert answers(made[0]) == answers(made[1])
-    assert answers(made[0]) != answers(step(model, cg.every_block()))
+    frozen = [step(g, cg.every_block(), freeze=pattern) for g in (model, unrolled(model))]
+    assert answers(frozen[0]) == answers(frozen[1])
+    assert answers(frozen[0]) != answers(step(model, cg.every_block()))
 
 
 @pytest.mark.parametrize("name", ["layers[:2]", "layers/3", "layers[1:]/mlp", "q", "attention"])
-def test_some_layers_are_not_quantized(name):
+def test_quantization_skips_selected_layers(name):
     model = loaded("llama-3.2-1b", 4)
-    made = [cg.quantize(g, "int8", skip=[name]) for g in (model, unrolled(model))]
-    assert answers(made[0]) == answers(made[1])
-    assert cg.param_bytes(made[0]) > cg.param_bytes(cg.quantize(model, "int8"))
+    quantized = [cg.quantize(g, "int8", skip=[name]) for g in (model, unrolled(model))]
+    assert answers(quantized[0]) == answers(quantized[1])
+    assert cg.param_bytes(quantized[0]) > cg.param_bytes(cg.quantize(model, "int8"))
 
 
 CHAINS = {
@@ -217,29 +217,29 @@ CHAINS = {
 }  # fmt: skip
 
 
-#: Chains of transforms that other tests and smaller chains have as well.
+#: Transform chains also covered by other tests or shorter chains.
 LARGER = ("quantized and kept", "offloaded in groups", "cast in groups")
 
 
 @pytest.mark.parametrize("chain", [pytest.param(c, marks=pytest.mark.long) if c in LARGER else c for c in CHAINS])
-def test_transforms_of_an_unrolled_model_are_those_of_its_loop(chain):
+def test_transforms_of_unrolled_model_match_loop(chain):
     name, layers, applied = CHAINS[chain]
     made, written_out = (applied(g) for g in (loaded(name, layers), unrolled(loaded(name, layers))))
     assert answers(made) == answers(written_out)
 
 
 @pytest.mark.parametrize("policy", in_part([None, cg.every_block(), cg.every_block(keep=["matmul"])], 0, 2))
-def test_recurrent_layers_are_recomputed_as_their_loops(policy):
-    made = [step(g, policy) for g in (loaded("lstm-ptb-small", 2), unrolled(loaded("lstm-ptb-small", 2), S=5))]
+def test_recomputed_recurrent_layers_match_loop(policy):
+    steps = [step(g, policy) for g in (loaded("lstm-ptb-small", 2), unrolled(loaded("lstm-ptb-small", 2), S=5))]
     for ask in (cg.flops, cg.matmul_flops, cg.peak_memory):
-        assert ask(made[0], B=2, S=5) == ask(made[1], B=2)
+        assert ask(steps[0], B=2, S=5) == ask(steps[1], B=2)
 
 
-def test_a_range_is_of_any_number_of_layers():
+def test_layer_ranges_work_for_symbolic_depth():
     model = load("llama-3.2-1b", symbolic=True)
-    made = cg.lora(cg.lora(model, 8, ["layers[4:]/*/q"]), 8, ["layers[-2:]/*/k"], trainable=["*/lora_a", "*/lora_b"])
+    adapted = cg.lora(cg.lora(model, 8, ["layers[4:]/*/q"]), 8, ["layers[-2:]/*/k"], trainable=["*/lora_a", "*/lora_b"])
     D, G, K, H, L = cg.dims("D G K H L")
-    grown = cg.param_count(made) - cg.param_count(model)
+    grown = cg.param_count(adapted) - cg.param_count(model)
     assert (grown - (8 * (D + H * K) * (L - 4) + 16 * (D + G * K))).expand() == 0
 
 
@@ -247,16 +247,16 @@ def test_a_range_is_of_any_number_of_layers():
     ("pattern", "error", "text"),
     [
         ("layers[40:]", GraphError, r"'layers\[40:\]' of 4 layers in 'layers': expected at most 4"),
-        ("blocks[1:]", GraphError, r"'blocks\[1:\]' is no parameter or scope"),
-        ("layers[1:]", UnsupportedError, "2 layers take turns in an iteration of 'layers', expected a multiple of 2"),
+        ("blocks[1:]", GraphError, r"'blocks\[1:\]' matches no parameter or scope"),
+        ("layers[1:]", UnsupportedError, "'layers' has 2 alternating layers per iteration, expected a multiple of 2"),
     ],
 )
-def test_a_range_that_is_none_is_refused(pattern, error, text):
+def test_invalid_layer_ranges_raise(pattern, error, text):
     with pytest.raises(error, match=text):
         cg.lora(loaded("gemma-2-2b", 4), 8, [pattern])
 
 
-def test_layers_that_take_turns_are_chosen_one_by_one_without_the_loop():
+def test_unrolled_alternating_layers_are_selected_individually():
     model = cg.unroll(loaded("gemma-2-2b", 4))
     sizes = [cg.param_count(cg.lora(model, 8, [p])) for p in ("layers[1:]", "layers/0", "layers[:]")]
     assert sizes[0] + sizes[1] - cg.param_count(model) == sizes[2]
@@ -270,7 +270,7 @@ SCALED = [(n, *stored) for n in ("lstm-ptb-small", "llama-3.2-1b", "mixtral-8x7b
 
 
 @pytest.mark.parametrize(("name", "weights", "more"), in_part(SCALED, 0, 4))
-def test_a_loop_reads_the_scales_of_its_iterations(name, weights, more):
-    made = cg.decode(cg.quantize(loaded(name, 2), weights, **more))
+def test_loop_reads_per_iteration_scales(name, weights, more):
+    decoding = cg.decode(cg.quantize(loaded(name, 2), weights, **more))
     sizes = {"B": 2} if name.startswith("lstm") else SIZES
-    assert answers(made, **sizes) == answers(cg.unroll(made), **sizes)
+    assert answers(decoding, **sizes) == answers(cg.unroll(decoding), **sizes)

@@ -18,7 +18,7 @@ def worked():
     return g
 
 
-def test_the_worked_example_lives_as_its_table_says():
+def test_lifetimes_match_worked_example():
     assert rows(worked()) == [
         ("x", "input", 4 * B * D, None, None),
         ("w1", "param", 4 * D * F, None, None),
@@ -29,7 +29,7 @@ def test_the_worked_example_lives_as_its_table_says():
     ]
 
 
-def test_a_view_keeps_its_storage_alive_and_has_none_of_its_own():
+def test_view_keeps_its_base_alive():
     with cg.Graph("g") as g:
         h = cg.gelu(g.input("x", (B, D)))
         view = cg.rearrange(h, "b d -> d b")
@@ -40,7 +40,7 @@ def test_a_view_keeps_its_storage_alive_and_has_none_of_its_own():
     ]  # fmt: skip
 
 
-def test_an_output_view_keeps_its_storage_to_the_end():
+def test_output_view_keeps_storage_to_the_end():
     with cg.Graph("g") as g:
         h = cg.gelu(g.input("x", (B, D)))
         g.output(h[:1])
@@ -50,7 +50,7 @@ def test_an_output_view_keeps_its_storage_to_the_end():
     ]  # fmt: skip
 
 
-def test_a_result_that_nobody_reads_lives_while_its_op_runs():
+def test_unused_result_lives_during_its_op():
     with cg.Graph("g") as g:
         x = g.input("x", (B,))
         cg.tanh(x)
@@ -58,7 +58,7 @@ def test_a_result_that_nobody_reads_lives_while_its_op_runs():
     assert ("tanh", "activation", 4 * B, "tanh", "tanh") in rows(g)
 
 
-def test_in_place_results_are_one_storage():
+def test_in_place_results_share_storage():
     with cg.Graph("g") as g:
         h = cg.relu(cg.gelu(g.input("x", (B,))), inplace=True)
         g.output(cg.tanh(h))
@@ -68,7 +68,7 @@ def test_in_place_results_are_one_storage():
     ]
 
 
-def test_roles_of_what_lives_throughout():
+def test_roles_of_permanent_storage():
     with cg.Graph("g") as g:
         x = g.input("x", (B,))
         for t in (g.param("w", (B,)), g.buffer("table", (B,)), g.buffer("state", (B,), role="cache")):
@@ -85,7 +85,7 @@ def test_roles_of_what_lives_throughout():
     ]
 
 
-def test_a_repeat_lists_its_first_a_middle_and_its_last_iteration():
+def test_repeat_lists_first_middle_and_last_iteration():
     with cg.Graph("g") as g:
         g.output(cg.repeat(L, lambda x: cg.tanh(cg.relu(x)), g.input("x", (B,)), name="layers"))
     listed = [r.tensor for r in cg.lifetimes(g)]
@@ -96,13 +96,13 @@ def test_a_repeat_lists_its_first_a_middle_and_its_last_iteration():
     assert [r.tensor for r in cg.lifetimes(g, L=1)] == ["x", "layers/relu[0]", "layers/tanh[0]"]
 
 
-def test_parameters_of_a_body_are_there_for_all_iterations():
+def test_body_parameters_exist_per_iteration():
     with cg.Graph("g") as g:
         g.output(cg.repeat(L, lambda x: cg.linear(x, "b d -> b e", e=D), g.input("x", (B, D)), name="layers"))
     assert rows(g)[1] == ("layers/linear/weight", "param", 4 * D**2 * L, None, None)
 
 
-def test_sizes_bind_row_by_row():
+def test_lifetime_sizes_bind_per_row():
     assert [r.bytes for r in cg.lifetimes(worked(), B=2, D=3, F=5, K=7)] == [24, 60, 140, 40, 40, 56]
-    with pytest.raises(cg.BindingError, match="'Q' is no dimension"):
+    with pytest.raises(cg.BindingError, match="'Q' is not a dimension"):
         cg.lifetimes(worked(), Q=3)

@@ -1,4 +1,4 @@
-"""No test has a limit in seconds of the clock: a slow machine must not look like a broken library."""
+"""Tests have no wall-clock timeouts: a slow machine must not look like a broken library."""
 
 import ast
 import re
@@ -12,14 +12,14 @@ from limits import TooSlowError, limited
 
 TESTS = Path(__file__).parent
 CLOCKS = {"monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns", "time_ns"}
-#: Each clock has one of these in its text.
+#: Every clock use contains one of these words.
 WORDS = re.compile(r"\b(?:time|alarm|ITIMER_REAL|timeout|deadline)\b")
-#: Tools that are run by hand, for as long as they are told to.
+#: Tools that are run by hand, with a duration given by the user.
 TOOLS = {"fuzz/__main__.py", "laws/hunt.py", "mutation/run.py", "mutation/reached.py", "with_torch/zoo_page.py"}
 
 
 def clocks(tree):
-    """What is read of the clock, and what is stopped by it, with the line of each."""
+    """Yield clock reads and clock-based limits, with their lines."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name("time"), attr=name)) if name in CLOCKS:
@@ -33,18 +33,18 @@ def clocks(tree):
 
 
 def clocks_of(text):
-    """Return the clocks of a file; parse it only if it has one of the words that are looked for."""
+    """Return the clocks in a file; parse it only if it contains one of the words."""
     return clocks(ast.parse(text)) if WORDS.search(text) else ()
 
 
 def test_no_test_reads_the_clock():
-    found = {
+    uses = {
         f"{path.relative_to(TESTS)}:{line} {what}"
         for path in TESTS.rglob("*.py")
         if str(path.relative_to(TESTS)) not in TOOLS | {"limits.py"}
         for line, what in clocks_of(path.read_text(encoding="utf-8"))
     }
-    assert not found
+    assert not uses
 
 
 @each(
@@ -52,7 +52,7 @@ def test_no_test_reads_the_clock():
     ["import time\nassert time.monotonic() - start < 5", "from time import perf_counter", "run(timeout=60)",
      "signal.setitimer(signal.ITIMER_REAL, 8)", "settings(deadline=200)", "signal.alarm(5)"],
 )  # fmt: skip
-def test_what_reads_the_clock_is_found(text):
+def test_clock_uses_are_detected(text):
     assert list(clocks_of(text))
 
 
@@ -64,14 +64,14 @@ def spin():
 # -- limits --------------------------------------------------------------------------------------------------------
 
 
-def test_what_runs_too_long_is_stopped_and_what_waits_is_not():
+def test_cpu_limit_stops_busy_loops_but_not_waits():
     with pytest.raises(TooSlowError, match=r"more than 0\.05 s of the processor"), limited(0.05):
         spin()
     with limited(0.05):
         time.sleep(0.1)
 
 
-def test_what_waits_for_ever_is_stopped():
+def test_endless_wait_is_stopped():
     with pytest.raises(TooSlowError, match=r"more than 0\.02 s times 30 of the clock"), limited(0.02):
         time.sleep(100)
 
@@ -82,7 +82,7 @@ def inside_another():
     spin()
 
 
-def test_a_limit_inside_another_leaves_that_one():
+def test_nested_limit_keeps_the_outer_one():
     with pytest.raises(TooSlowError, match=r"0\.05"), limited(0.05):
         inside_another()
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Times of collectives, against ranks that pass messages one by one, and against published readings."""
+"""Collective times against simulated message passing between ranks and against published measurements."""
 
 import heapq
 import json
@@ -16,25 +16,25 @@ from costgraph.hardware.units import Quantity, quantity
 from costgraph.ops.fill import assign
 
 PUBLISHED = Path(__file__).parent / "measured/published/gpus.json"
-#: seconds and B/s, primes, of an interconnect that joins five devices and of their network
+#: seconds and B/s as primes: an interconnect joining five devices, and their network
 NEAR, FAR, DOMAIN = (13e-6, 101e9), (37e-6, 11e9), 5
 
 
 def device(links=None, **table):
-    """Return a device whose links are those above, and whose memory takes no time beside them."""
+    """Return a device with these links and infinitely fast memory."""
     h100 = cg.load_hardware("h100-sxm")
     interconnect = {"per_direction": (101, "GB/s"), "latency": (13, "us"), "domain": (DOMAIN, "1"), **table}
     network = {"per_direction": (11, "GB/s"), "latency": (37, "us")}
     if links is not None:
         interconnect["links"] = (links, "1")
     stated = {"interconnect": interconnect, "network": network}
-    found = {name: {key: quantity(*q) for key, q in of.items() if q} for name, of in stated.items()}
+    link_tables = {name: {key: quantity(*q) for key, q in of.items() if q} for name, of in stated.items()}
     memory = {**h100.tables["memory"], "bandwidth": Quantity(10**18, "B/s")}
-    return replace(h100, tables={**h100.tables, **found, "memory": memory}, bandwidth=memory["bandwidth"])
+    return replace(h100, tables={**h100.tables, **link_tables, "memory": memory}, bandwidth=memory["bandwidth"])
 
 
 def declared(kind, ranks, numbers):
-    """Return a graph with one collective of so many numbers of four bytes on each rank."""
+    """Return a graph with one collective over `numbers` four-byte elements per rank."""
     with cg.Graph("g") as g:
         g.output(cg.ops.collective(g.input("x", (numbers,)), kind, ranks))
     return g
@@ -45,14 +45,15 @@ def on_links(kind, ranks, numbers, hardware=None):
     return row
 
 
-# -- ranks that pass messages ------------------------------------------------------------------------------------
+# -- simulated messages ------------------------------------------------------------------------------------------
 
 
 def deliver(sends, first):
-    """Play messages in the order of their arrival.
+    """Simulate messages in the order of their arrival.
 
-    `sends(rank, what)` says which messages a rank sends on once it has one: destination, what, bytes and link. A port
-    sends one message at a time; its bytes arrive latency and bytes/bandwidth after it starts. Returns the last arrival.
+    `sends(rank, what)` returns the messages that a rank forwards on receipt: destination, payload, bytes and link. A
+    port sends one message at a time; its bytes arrive latency + bytes/bandwidth after it starts. Return the time of
+    the last arrival.
     """
     events, free, last, serial = [], {}, 0.0, 0
     for rank, what in first:
@@ -68,7 +69,7 @@ def deliver(sends, first):
 
 
 def ring(n, size, link, rounds=1):
-    """Return the time in which each of n ranks has seen a part of each other one: `rounds` times around."""
+    """Return the time until each of n ranks has received every shard: `rounds` times around the ring."""
 
     def sends(rank, hops):
         return [((rank + 1) % n, hops + 1, size / n, link)] if hops < rounds * (n - 1) else []
@@ -77,17 +78,17 @@ def ring(n, size, link, rounds=1):
 
 
 def gathered(size, m, k):
-    """Return the time of rings between k domains of m ranks, then within each of them."""
+    """Return the time for rings between k domains with m ranks each, then within the domains."""
     return ring(k, size / m, FAR) + ring(m, size, NEAR)
 
 
 @each(("ranks", "m", "k"), [(2, 2, 1), (5, 5, 1), (15, 5, 3), (35, 5, 7), (7, 3.5, 2)])
-def test_parts_go_around_rings_within_domains_and_between_them(ranks, m, k):
+def test_gather_time_matches_simulated_hierarchical_rings(ranks, m, k):
     part = 30_030_030
     row = on_links("all_gather", ranks, part)
     if m == int(m):
         expected = gathered(4 * part * ranks, int(m), k)
-    else:  # seven ranks in two domains of five: three and a half in each, as a mean of three and four
+    else:  # seven ranks in two domains of five: 3.5 each, the mean of three and four
         share = 4 * part
         expected = (m - 1) * (NEAR[0] + k * share / NEAR[1]) + (k - 1) * (FAR[0] + share / FAR[1])
     assert row.links_s == {"interconnect" if k == 1 else "network": pytest.approx(expected, rel=1e-12)}
@@ -96,16 +97,16 @@ def test_parts_go_around_rings_within_domains_and_between_them(ranks, m, k):
 
 
 @pytest.mark.parametrize(("ranks", "m", "k"), [(5, 5, 1), (15, 5, 3)])
-def test_a_large_all_reduce_goes_twice_around_rings(ranks, m, k):
+def test_large_all_reduce_matches_simulated_rings(ranks, m, k):
     size = 4 * 15 * 10_007_003
     expected = 2 * gathered(size, m, k) if k > 1 else ring(m, size, NEAR, rounds=2)
     assert on_links("all_reduce", ranks, size // 4).seconds == pytest.approx(expected, rel=1e-12)
 
 
 def two_trees(n):
-    """Return the parents of n ranks in two binary trees: whoever has children in one has none in the other.
+    """Return the parents of n ranks in two binary trees; inner nodes of one tree are leaves of the other.
 
-    In order, every second rank is a leaf; the other tree is the same turned by one rank. The last rank is above both.
+    Every second rank is a leaf; the other tree is shifted by one rank. The last rank is the root of both.
     """
 
     def parents(low, high, above, out):
@@ -135,29 +136,29 @@ def heights(parents, n):
 
 
 @each("n", [5, 7, 13, 31])
-def test_a_small_all_reduce_goes_up_and_down_two_trees(n):
+def test_small_all_reduce_matches_simulated_double_tree(n):
     numbers, hardware = 11, device(domain=(127, "1"))
     trees = two_trees(n)
 
     def down(rank, parents):
         return [(r, parents, 0, NEAR) for r, p in parents.items() if p == rank]
 
-    # with no bytes down is as long as up: from the last rank to the deepest leaf
+    # without bytes, down takes as long as up: from the last rank to the deepest leaf
     last = max(deliver(down, [(n - 1, parents)]) for parents in trees)
     assert last == pytest.approx(NEAR[0] * max(max(heights(p, n)) for p in trees))
-    # bytes that flow in small pieces: the busiest rank sends half of them to each parent and each child
+    # pipelined bytes: the busiest rank sends half to each parent and each child
     sent = [sum((r in p) / 2 + sum(q == r for q in p.values()) / 2 for p in trees) for r in range(n)]
     busiest = 4 * numbers * max(sent) / NEAR[1]
-    found = on_links("all_reduce", n, numbers, hardware).seconds
-    assert found == pytest.approx(2 * last + busiest, rel=1e-12)
-    assert found < ring(n, 4 * numbers, NEAR, rounds=2)
+    seconds = on_links("all_reduce", n, numbers, hardware).seconds
+    assert seconds == pytest.approx(2 * last + busiest, rel=1e-12)
+    assert seconds < ring(n, 4 * numbers, NEAR, rounds=2)
 
 
 @pytest.mark.parametrize(("ranks", "m"), [(3, 3), (15, 5)])
-def test_in_an_all_to_all_each_rank_sends_a_part_to_each_other(ranks, m):
+def test_all_to_all_matches_simulated_exchange(ranks, m):
     size = 4 * 15 * 1_000_003
     near, far = m - 1, ranks - m
-    # each waits for the part of its partner before it sends the next
+    # each waits for its partner's shard before it sends the next
     order = [NEAR] * near + [FAR] * far
 
     def sends(rank, done):
@@ -167,19 +168,19 @@ def test_in_an_all_to_all_each_rank_sends_a_part_to_each_other(ranks, m):
     assert on_links("all_to_all", ranks, size // 4).seconds == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_message_to_one_other_is_of_one_link():
+def test_point_to_point_uses_one_link():
     numbers = 1_000_003
     assert on_links("send", 3, numbers).seconds == pytest.approx(13e-6 + 4 * numbers / 101e9)
     assert on_links("send", 15, numbers).seconds == pytest.approx(37e-6 + 4 * numbers / 11e9)
     meshed = device(links=DOMAIN - 1)
     assert on_links("send", 3, numbers, meshed).seconds == pytest.approx(13e-6 + 4 * numbers / (101e9 / 4))
-    # two of five devices have one link of four between them, five have all
+    # in a mesh, two of five devices use one of four links, five use all
     for ranks in (2, 5):
         few = on_links("all_gather", ranks, numbers, meshed).seconds
         assert few == pytest.approx((ranks - 1) * 13e-6 + 4 * numbers / (101e9 / 4))
 
 
-# -- what no run is below ----------------------------------------------------------------------------------------
+# -- lower bounds ------------------------------------------------------------------------------------------------
 
 
 def sharded(**axes):
@@ -199,24 +200,24 @@ def readings():
 
 
 def printed(row):
-    """Return bytes, a power of two of which the first digits are printed, and the seconds of eight ranks."""
+    """Return bytes (a power of two, matched by its printed digits) and the time for eight ranks in seconds."""
     digits, suffix = row["inputs"]["size"][:-1], row["inputs"]["size"][-1]
     size = 2 ** round(math.log2(int(digits) * 1000 ** " KMG".index(suffix)))
     return size, 1.75 * size / (row["value"] * 1e9)
 
 
-def test_published_times_of_all_reduces(readings):
+def test_all_reduce_times_match_published_range(readings):
     for row in readings:
         size, taken = printed(row)
         g = declared("all_reduce", 8, size // 4)
-        bound, found = (cg.seconds(g, row["device"], which) for which in ("lower", "estimate"))
-        print(f"{row['device']} {size} B: {taken * 1e6:.1f} us, estimate {found / taken - 1:+.1%}")
+        bound, estimate = (cg.seconds(g, row["device"], which) for which in ("lower", "estimate"))
+        print(f"{row['device']} {size} B: {taken * 1e6:.1f} us, estimate {estimate / taken - 1:+.1%}")
         assert bound <= taken
-        # an A100 reaches three quarters of its data sheet's rate, kernels start late, switches of an H200 reduce
-        assert 0.45 * taken < found < 1.08 * taken
+        # an A100 reaches three quarters of its data sheet's rate, kernel launches are slow, H200 switches reduce
+        assert 0.45 * taken < estimate < 1.08 * taken
 
 
-def test_the_link_that_was_measured_gives_the_readings_of_large_sizes(readings):
+def test_measured_link_reproduces_large_all_reduces(readings):
     a100 = cg.load_hardware("a100-80-sxm")
     fitted = {**a100.tables["interconnect"], "per_direction": quantity(227.3, "GB/s"), "latency": quantity(5.61, "us")}
     a100 = replace(a100, tables={**a100.tables, "interconnect": fitted})
@@ -226,15 +227,15 @@ def test_the_link_that_was_measured_gives_the_readings_of_large_sizes(readings):
         assert cg.seconds(declared("all_reduce", 8, size // 4), a100) == pytest.approx(taken, rel=0.02)
 
 
-def test_the_bound_is_what_a_rank_has_to_receive():
+def test_lower_bound_is_bytes_a_rank_must_receive():
     numbers = 15 * 1_000_003
     size = 4 * numbers
 
     def least(kind, ranks, times=1):
         return cg.seconds(declared(kind, ranks, times * numbers), device(), "lower")
 
-    assert least("all_reduce", 5) == pytest.approx(size / 101e9)  # sums made in a switch
-    assert least("all_reduce", 15) == pytest.approx(size / 5 / 11e9)  # five cards bring the sums of ten others
+    assert least("all_reduce", 5) == pytest.approx(size / 101e9)  # sums computed in a switch
+    assert least("all_reduce", 15) == pytest.approx(size / 5 / 11e9)  # five NICs carry the sums from ten other ranks
     assert least("all_gather", 5) == pytest.approx(4 * size / 101e9)
     assert least("all_gather", 15) == pytest.approx(10 * size / 5 / 11e9)
     assert least("reduce_scatter", 15) == pytest.approx(10 * size / 15 / 5 / 11e9)
@@ -243,10 +244,10 @@ def test_the_bound_is_what_a_rank_has_to_receive():
     assert least("send", 2) == pytest.approx(size / 101e9)
 
 
-# -- where axes lie ----------------------------------------------------------------------------------------------
+# -- placement of mesh axes --------------------------------------------------------------------------------------
 
 
-def test_the_last_axis_of_a_mesh_is_within_domains_and_the_first_between_them():
+def test_last_mesh_axis_is_within_domains_and_first_between():
     s = sharded(dp=3, tp=5)
     links = {m.axis: m.link for m in cg.communication(s, hardware=device(), B=1, D=7, F=15)}
     assert links == {"dp": "network", "tp": "interconnect"}
@@ -255,8 +256,8 @@ def test_the_last_axis_of_a_mesh_is_within_domains_and_the_first_between_them():
     assert links == {"dp": "interconnect", "tp": "network"}
 
 
-def test_ranks_that_are_apart_share_a_domain_where_it_has_room():
-    # a domain of seven has room for two ranks that are three devices apart, not for three
+def test_strided_ranks_share_a_domain_if_they_fit():
+    # a domain with seven devices fits two ranks at stride three, but not three
     for outer, domains in ((2, 1), (3, 2)):
         (m,) = cg.communication(sharded(a=outer, b=3), hardware=device(domain=(7, "1")), B=7, D=11, F=18).filter(
             axis="a"
@@ -268,14 +269,14 @@ def test_ranks_that_are_apart_share_a_domain_where_it_has_room():
         assert m.seconds <= ringed * (1 + 1e-12)
 
 
-def test_one_domain_of_a_device_without_an_interconnect_is_the_device():
+def test_device_without_interconnect_is_its_own_domain():
     h = device()
     alone = replace(h, tables={name: of for name, of in h.tables.items() if name != "interconnect"})
     assert on_links("send", 2, 11, alone).bound == "network"
 
 
 @pytest.mark.parametrize("which", ["estimate", "lower"])
-def test_formulas_of_open_degrees_say_what_numbers_say(which):
+def test_open_degree_formulas_match_numbers(which):
     n, o = cg.dims("n o")
     s = sharded(o=o, n=n)
     formula = cg.seconds(s, device(), which, B=7, D=11, F=2520)
@@ -286,37 +287,37 @@ def test_formulas_of_open_degrees_say_what_numbers_say(which):
     assert [r.links_s for r in alone.rows if r.links_s] == [{"interconnect": 0}] * 2
 
 
-def test_links_are_symbols_of_hardware_as_an_unknown():
+def test_symbolic_hardware_has_symbolic_links():
     h = device()
     formula = cg.seconds(declared("all_gather", 15, 7), h.symbolic())
     assert {s.name for s in formula.free_symbols} >= {"interconnect", "network"}
-    found = float(formula.subs(h.bindings()))
-    assert found == pytest.approx(cg.seconds(declared("all_gather", 15, 7), h), rel=1e-12)
+    seconds = float(formula.subs(h.bindings()))
+    assert seconds == pytest.approx(cg.seconds(declared("all_gather", 15, 7), h), rel=1e-12)
 
 
-# -- beside all else ---------------------------------------------------------------------------------------------
+# -- overlap -----------------------------------------------------------------------------------------------------
 
 
-def test_communication_beside_all_else_takes_the_longer_of_both():
+def test_ideal_overlap_takes_max_of_compute_and_communication():
     s, sizes = sharded(tp=5), {"B": 1009, "D": 1013, "F": 5 * 1019}
     rows = cg.roofline(s, device(), **sizes).rows
     sent = math.fsum(r.seconds for r in rows if r.links_s)
     alone = math.fsum(r.seconds for r in rows if not r.links_s)
     assert cg.seconds(s, device(), **sizes) == pytest.approx(sent + alone)
-    found = cg.roofline(s, device(), overlap="ideal", **sizes)
-    assert found.estimate == cg.seconds(s, device(), overlap="ideal", **sizes) == pytest.approx(max(sent, alone))
-    assert "the larger of both" in str(found)
+    roofline = cg.roofline(s, device(), overlap="ideal", **sizes)
+    assert roofline.estimate == cg.seconds(s, device(), overlap="ideal", **sizes) == pytest.approx(max(sent, alone))
+    assert "the larger of both" in str(roofline)
     orders = [cg.seconds(s, device(), which, **sizes) for which in ("lower", "estimate")]
-    assert all(a <= b for a, b in pairwise([orders[0], found.estimate, orders[1]]))
+    assert all(a <= b for a, b in pairwise([orders[0], roofline.estimate, orders[1]]))
 
 
-def each_second(g, **sizes):
-    """Return the seconds of each op, all iterations together, by name."""
+def seconds_by_op(g, **sizes):
+    """Return the seconds per op over all iterations, by name."""
     return {r.op: r.seconds for r in cg.roofline(g, slow_memory(), **sizes).rows}
 
 
 def slow_memory():
-    """Return devices whose memory keeps up with no link, so that what is done alone takes time as well."""
+    """Return devices whose memory is slower than every link, so that local ops take time too."""
     h = device()
     memory = {**h.tables["memory"], "bandwidth": Quantity(10**11, "B/s")}
     return replace(h, tables={**h.tables, "memory": memory}, bandwidth=memory["bandwidth"])
@@ -326,31 +327,31 @@ def streams(g, **sizes):
     return cg.seconds(g, slow_memory(), overlap="streams", **sizes)
 
 
-def test_a_stream_waits_for_what_it_needs_and_for_nothing_else():
+def test_streams_wait_only_for_dependencies():
     N = cg.dims("N")
     with cg.Graph("g") as g:
         x, y = g.input("x", (N,)), g.input("y", (N,))
         alone = cg.relu(x)
         g.output(cg.ops.collective(y, "all_to_all", 15) + alone)
-    t = each_second(g, N=15 * 10007)
+    t = seconds_by_op(g, N=15 * 10007)
     assert streams(g, N=15 * 10007) == pytest.approx(max(t["relu"], t["all_to_all"]) + t["add"], rel=1e-12)
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_what_is_overwritten_has_been_read(apart):
+def test_in_place_write_waits_for_pending_reads(apart):
     N = cg.dims("N")
     with cg.Graph("g") as g:
         x, y = g.input("x", (N,)), g.input("y", (N,))
         g.output(cg.ops.collective(x, "all_to_all", 15))
         g.output(assign(g.input("z", (N,)) if apart else x, y))
-    t = each_second(g, N=15 * 10007)
+    t = seconds_by_op(g, N=15 * 10007)
     expected = max(t.values()) if apart else sum(t.values())
     assert streams(g, N=15 * 10007) == pytest.approx(expected, rel=1e-12)
 
 
 @each("packed", [False, True])
 @each(("ranks", "size"), [(2, 10007), (15, 10007), (15, 101)])
-def test_what_each_layer_gathers_is_gathered_while_the_one_before_it_runs(ranks, size, packed):
+def test_layer_gathers_overlap_the_previous_layer(ranks, size, packed):
     L, count = cg.dims("L"), 7
     with cg.Graph("g") as g:
 
@@ -360,8 +361,8 @@ def test_what_each_layer_gathers_is_gathered_while_the_one_before_it_runs(ranks,
             return cg.relu(x + cg.ops.collective(w, "all_gather", ranks))
 
         g.output(cg.repeat(L, block, g.input("x", (ranks * size * 3,)), name="layers"))
-    t = {name: s / count for name, s in each_second(g, L=count).items()}
-    # what is packed for a collective alone is so on its stream
+    t = {name: s / count for name, s in seconds_by_op(g, L=count).items()}
+    # packing for a collective runs on its stream
     gathered, rest = t["layers/all_gather"] + t.get("layers/pack", 0), t["layers/add"] + t["layers/relu"]
     assert ("layers/pack" in t) == packed
     expected = max(gathered + count * rest, count * gathered + rest)
@@ -371,7 +372,7 @@ def test_what_each_layer_gathers_is_gathered_while_the_one_before_it_runs(ranks,
 @pytest.mark.parametrize(
     "axes", [{"dp": 3, "zero": 3}, {"dp": 2, "tp": 2, "sequence": True}, {"dp": 2, "tp": 3, "zero": 2}]
 )
-def test_a_loop_takes_as_long_as_its_iterations_one_by_one(axes):
+def test_loop_stream_time_matches_unrolled_iterations(axes):
     B, S, D, F, L = cg.dims("B S D F L")
     with cg.Graph("mlp") as g:
 
@@ -384,7 +385,7 @@ def test_a_loop_takes_as_long_as_its_iterations_one_by_one(axes):
     step = cg.training_step(g, optimizer=cg.SGD(), checkpoint=cg.every_block())
     s = cg.parallelize(step, **axes)
     sizes = {"B": 6, "S": 60, "D": 42, "F": 66}
-    found = streams(s, L=5, **sizes)
+    seconds = streams(s, L=5, **sizes)
     unrolled = cg.unroll(s, L=5)
     unrolled.sharding = None
     with pytest.raises(
@@ -393,14 +394,14 @@ def test_a_loop_takes_as_long_as_its_iterations_one_by_one(axes):
         streams(unrolled, **sizes)
     unrolled.sharding = s.sharding
     assert cg.seconds(s, slow_memory(), L=5, **sizes) == pytest.approx(cg.seconds(unrolled, slow_memory(), **sizes))
-    assert found == pytest.approx(streams(unrolled, **sizes), rel=1e-9)
-    assert cg.seconds(s, slow_memory(), "lower", L=5, **sizes) <= found
-    assert found < cg.seconds(s, slow_memory(), L=5, **sizes)
+    assert seconds == pytest.approx(streams(unrolled, **sizes), rel=1e-9)
+    assert cg.seconds(s, slow_memory(), "lower", L=5, **sizes) <= seconds
+    assert seconds < cg.seconds(s, slow_memory(), L=5, **sizes)
 
 
 @pytest.mark.parametrize("every", [False, True])
-def test_what_is_gathered_ahead_is_used_up_by_faster_layers(monkeypatch, every):
-    """Layers begin behind a long op and are faster than what each gathers, which some of them then wait for."""
+def test_prefetched_gathers_run_out_with_fast_layers(monkeypatch, every):
+    """Layers start behind a long op and run faster than their all-gathers, so that some of them wait."""
     L, count, size = cg.dims("L"), 1009, 10007
     with cg.Graph("g") as g:
 
@@ -409,20 +410,20 @@ def test_what_is_gathered_ahead_is_used_up_by_faster_layers(monkeypatch, every):
 
         long = cg.reduce(g.input("y", (3 * size, 8009)), "d n -> d", "sum", name="long")
         g.output(cg.repeat(L, block, long, name="layers"))
-    t = each_second(g, L=count)
+    t = seconds_by_op(g, L=count)
     gathered, rest = t["layers/all_gather"] / count, (t["layers/add"] + t["layers/relu"]) / count
     before = t["long"]
     assert rest < gathered
-    if every:  # none is left out
+    if every:  # no layer is left out
         monkeypatch.setattr(finished.__module__ + "._moved", lambda *_: None)
     until = before / (gathered - rest)
     assert count / 3 < until < count / 2
     assert streams(g, L=count) == pytest.approx(count * gathered + rest, rel=1e-9)
-    few = int(until) - 1  # all of them are there in time
+    few = int(until) - 1  # all gathers finish in time
     assert streams(g, L=few) == pytest.approx(before + few * rest, rel=1e-9)
 
 
-def test_streams_are_of_numbers_and_of_no_endless_loops(monkeypatch):
+def test_streams_require_numbers_and_bounded_ops(monkeypatch):
     L = cg.dims("L")
     with cg.Graph("g") as g:
         g.output(cg.repeat(L, lambda x: cg.ops.collective(x, "all_reduce", 5), g.input("x", (7,)), name="layers"))
@@ -430,48 +431,46 @@ def test_streams_are_of_numbers_and_of_no_endless_loops(monkeypatch):
         streams(g)
     assert streams(g, L=10**9) == pytest.approx(10**9 * streams(g, L=1), rel=1e-9)
     monkeypatch.setattr(finished.__module__ + "._MOST", 3)
-    with pytest.raises(
-        cg.UnsupportedError, match="overlap 'streams' of graph 'g': more than 3 ops one by one, expected no more"
-    ):
+    with pytest.raises(cg.UnsupportedError, match="overlap 'streams' of graph 'g': more than 3 ops to simulate"):
         streams(g, L=7)
 
 
-def test_a_report_names_the_link():
-    found = cg.report(sharded(tp=15), device(), B=7, D=11, F=30)
-    assert "network-bound" in str(found)
+def test_report_names_the_link():
+    report = cg.report(sharded(tp=15), device(), B=7, D=11, F=30)
+    assert "network-bound" in str(report)
 
 
-# -- what is missing ---------------------------------------------------------------------------------------------
+# -- missing figures ---------------------------------------------------------------------------------------------
 
 
 @each(
     ("table", "key", "says"),
     [
-        ("interconnect", "domain", "h100-sxm: interconnect.domain is missing; expected how many devices"),
+        ("interconnect", "domain", "h100-sxm: interconnect.domain is missing; expected the number of devices"),
         ("interconnect", "latency", "h100-sxm: interconnect.latency is missing; expected the seconds"),
         ("interconnect", "per_direction", "h100-sxm: interconnect.per_direction is missing"),
         ("network", "latency", "h100-sxm: network.latency is missing; expected the seconds"),
         ("network", "per_direction", "h100-sxm: network.per_direction is missing"),
     ],
 )
-def test_what_is_not_said_of_a_link_is_an_error(table, key, says):
+def test_missing_link_figures_raise(table, key, says):
     h = device()
     less = replace(h, tables={**h.tables, table: {k: q for k, q in h.tables[table].items() if k != key}})
     for ask in (lambda g: cg.roofline(g, less), lambda g: cg.communication(g, hardware=less)):
         with pytest.raises(cg.SpecError, match=says.replace(".", r"\.")):
             ask(declared("all_reduce", 15, 7))
-    if table == "network":  # within a domain it is not asked for
+    if table == "network":  # not needed within a domain
         assert on_links("all_reduce", 5, 7, less).bound == "interconnect"
 
 
-def test_a_domain_is_of_whole_devices():
-    with pytest.raises(cg.SpecError, match=r"interconnect\.domain is 5/2, expected a whole number above 0"):
+def test_domain_size_must_be_an_integer():
+    with pytest.raises(cg.SpecError, match=r"interconnect\.domain is 5/2, expected a positive integer"):
         on_links("all_reduce", 5, 7, device(domain=(2.5, "1")))
 
 
-def test_a_calibrated_time_has_collectives_as_they_are_estimated():
+def test_calibrated_time_uses_estimated_collectives():
     sizes = {"B": 1009, "D": 1013, "F": 5 * 1019}
-    found = cg.seconds(sharded(tp=5), "h100-sxm", "calibrated", **sizes)
+    seconds = cg.seconds(sharded(tp=5), "h100-sxm", "calibrated", **sizes)
     sent = math.fsum(m.seconds for m in cg.communication(sharded(tp=5), hardware="h100-sxm", **sizes))
     B, D, F = cg.dims("B D F")
     with cg.Graph("rank") as g:
@@ -479,16 +478,16 @@ def test_a_calibrated_time_has_collectives_as_they_are_estimated():
         g.output(cg.einsum(h, g.param("down", (F, D)), "b f, f d -> b d"))
     alone = cg.seconds(g, "h100-sxm", "calibrated", B=1009, D=1013, F=1019)
     assert sent > 0
-    assert found == pytest.approx(alone + sent, rel=1e-9)
+    assert seconds == pytest.approx(alone + sent, rel=1e-9)
     beside = (cg.seconds(sharded(tp=5), "h100-sxm", "calibrated", overlap=how, **sizes) for how in ("ideal", "streams"))
-    # all that is sent needs the last product, and nothing comes behind it
+    # all communication depends on the last product, and nothing follows it
     assert [*beside] == pytest.approx([max(alone, sent), alone + sent], rel=1e-9)
 
 
-def test_questions_of_one_device_refuse_collectives():
+def test_single_device_queries_reject_collectives():
     N = cg.dims("N")
     g = declared("all_reduce", 5, N)
-    with pytest.raises(cg.UnsupportedError, match="'all_reduce' is a collective, expected what one device does alone"):
+    with pytest.raises(cg.UnsupportedError, match="'all_reduce' is a collective; expected an op of a single device"):
         cg.crossover(g, device(), "N")
     for ask in (cg.seconds, cg.roofline):
         with pytest.raises(cg.GraphError, match="overlap 'some', expected one of none, ideal, streams"):

@@ -1,4 +1,4 @@
-"""What sympy's own tools make of a maximum: the right answer, or a refusal."""
+"""Maxima in sympy's own tools: the correct result, or a refusal."""
 
 import random
 
@@ -25,15 +25,15 @@ FORMULAS = [cg.Max(30, 2 * B), OWNED, cg.Min(S, B), 1 + 2 * OWNED, OWNED + cg.Ma
         (sympy.mathematica_code, "Max(8*B*S, 7*D^2, 4*B*S + 4*D)"),
     ],
 )
-def test_code_of_a_maximum_with_owners(write, text):
+def test_code_printers_accept_maxima_with_owners(write, text):
     assert write(OWNED) == text
 
 
-def test_code_that_has_no_maximum_has_its_cases():
+def test_languages_without_maximum_print_cases():
     assert sympy.julia_code(cg.Max(30, 2 * B)) == "(((30 >= 2 * B) ? (30) : (2 * B)))"
 
 
-def test_smt_has_its_cases():
+def test_smt_prints_cases():
     # SMT-LIB has no maximum
     largest = "(ite (and (>= (* 8 B S) (* 7 (pow D 2))) (>= (* 8 B S) (+ (* 4 D) (* 4 B S)))) (* 8 B S) "
     rest = "(ite (>= (* 7 (pow D 2)) (+ (* 4 D) (* 4 B S))) (* 7 (pow D 2)) (+ (* 4 D) (* 4 B S))))"
@@ -44,7 +44,7 @@ def test_smt_has_its_cases():
 
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=str)
-def test_cases_with_conditions_and_functions_have_its_values(formula):
+def test_piecewise_forms_have_same_values(formula):
     pick, names = random.Random(7), sorted(formula.free_symbols, key=str)
     split = formula.rewrite(sympy.Piecewise)
     assert split.has(sympy.Piecewise)
@@ -73,13 +73,13 @@ def test_limits(formula, limit):
     assert sympy.limit(formula, B, sympy.oo) == limit
 
 
-def test_a_limit_that_sizes_decide_is_refused():
+def test_size_dependent_limit_is_refused():
     with pytest.raises(cg.UnsupportedError, match=r"limit of a maximum: .* apart, expected one to win"):
         sympy.limit(cg.Max(B * S, B * D) / B, B, sympy.oo)
     assert sympy.limit(cg.Max(30, 2 * B), B, 3) == 30
 
 
-def test_equations_are_solved_or_refused():
+def test_equations_with_maxima_are_solved_or_refused():
     for formula in (cg.Max(30, 2 * B), OWNED, cg.Min(S * D, B * D), cg.Max(30, 2 * B) * D):
         for equation in (formula - 40, sympy.Eq(formula, 40)):
             with pytest.raises(NotImplementedError):
@@ -94,13 +94,13 @@ def test_equations_are_solved_or_refused():
      cg.Max(B, S) - cg.Max(D, 2 * B), cg.Max(30, 2 * B) / B, cg.Max(30, 2 * B).diff(B), cg.Min(S, B).diff(B)],
     ids=str,
 )  # fmt: skip
-def test_what_is_equal_for_a_range_of_sizes_is_no_empty_list(formula):
-    # Min(S, B) is 40 at B = 40 and at no other size, or at all from 40 on, or at none: S decides
+def test_equation_true_on_a_range_is_not_reported_unsolvable(formula):
+    # depending on S, Min(S, B) is 40 only at B = 40, for all B from 40 on, or never
     with pytest.raises(NotImplementedError):
         sympy.solve(formula - 40, B)
 
 
-def test_a_refusal_says_what_is_solved():
+def test_piecewise_form_of_refused_equation_is_solvable():
     with pytest.raises(cg.UnsupportedError, match=r"solve of an equation with Min\(B, S\): it has no inverse, exp"):
         sympy.solve(cg.Min(S, B) - 40, B)
     (found,) = sympy.solve((cg.Min(S, B) - 40).rewrite(sympy.Piecewise), B)
@@ -108,7 +108,7 @@ def test_a_refusal_says_what_is_solved():
     assert found.subs(S, 30) is sympy.nan
 
 
-def test_a_second_derivative_is_0_in_every_case():
+def test_second_derivative_is_zero_in_every_case():
     for formula in (cg.Max(30, 2 * B), cg.Min(S, B), 1 + 2 * OWNED):
         assert formula.diff(B, 2).subs({B: 7, S: 5, D: 3}) == 0
     assert cg.Max(30, 2 * B).diff(B, 2) == 0
@@ -118,7 +118,7 @@ def test_a_second_derivative_is_0_in_every_case():
     assert cg.Max(30, 2 * S).diff(B) == 0
 
 
-#: Left of the sign, the sign, right of it.
+#: Left-hand side, relation, right-hand side.
 INEQUALITIES = [
     (cg.Max(30, 2 * B), "<", 40), (cg.Max(30, 2 * B), ">=", 40), (cg.Max(30, 2 * B), "<", 20),
     (cg.Max(30, 2 * B), ">", 20), (cg.Min(30, 2 * B), "<", 20), (cg.Min(30, 2 * B), "<", 40),
@@ -130,11 +130,11 @@ INEQUALITIES = [
 
 
 @pytest.mark.parametrize(("left", "sign", "right"), INEQUALITIES, ids=str)
-def test_inequalities_of_one_size_are_solved(left, sign, right):
-    found = sympy.solve(sympy.Rel(left, right, sign), B)
+def test_univariate_inequalities_are_solved(left, sign, right):
+    solutions = sympy.solve(sympy.Rel(left, right, sign), B)
     for size in range(1, 101):
         expected = {"<": float.__lt__, "<=": float.__le__, ">": float.__gt__, ">=": float.__ge__}[sign]
-        assert bool(found.subs(B, size)) is expected(float(cg.evaluate(left, B=size)), float(right)), size
+        assert bool(solutions.subs(B, size)) is expected(float(cg.evaluate(left, B=size)), float(right)), size
 
 
 def test_inequalities_are_solved_or_refused():

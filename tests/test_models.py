@@ -12,10 +12,10 @@ import costgraph as cg
 from costgraph import models
 
 GPT2_SMALL = {"D": 15, "H": 3, "F": 22, "L": 3, "V": 19, "P": 11}
-# H*K is not D, and two heads of queries share one of keys
+# H*K differs from D, and two query heads share a key head
 LLAMA_SMALL = {"D": 18, "H": 6, "G": 3, "K": 4, "F": 10, "L": 3, "V": 17}
 MLP_SMALL = {"D": 7, "F": 11, "L": 3, "C": 5}
-#: Models of the families that are looked at closely here; what all models keep is in test_models_zoo.py.
+#: Models with detailed checks in this file; test_models_zoo.py checks properties common to all models.
 NAMES = [n for n in models.names() if n == "mlp" or n.startswith(("gpt2", "gpt3", "llama"))]
 SMALL = {"gpt2": GPT2_SMALL, "llama-3-8b": LLAMA_SMALL, "mlp": MLP_SMALL}
 
@@ -50,13 +50,13 @@ PARAMETERS = [
 
 
 @each(("name", "expected"), PARAMETERS)
-def test_parameters(name, expected):
+def test_parameters_match_published_counts(name, expected):
     g = load(name)
     assert cg.param_count(g) == expected
     assert cg.param_bytes(g) == 2 * expected
 
 
-def test_every_model_has_its_count_above():
+def test_published_counts_cover_every_model():
     assert sorted(NAMES) == sorted(name for name, _ in PARAMETERS)
 
 
@@ -69,7 +69,7 @@ def test_defaults_bind_all_but_batch_and_length(name):
     assert free == ({"B"} if name == "mlp" else {"B", "S"})
 
 
-def test_a_default_can_be_overridden():
+def test_default_sizes_can_be_overridden():
     g = load("llama-3-8b")
     per_layer = cg.flops(g, L=41, B=1, S=8) - cg.flops(g, L=40, B=1, S=8)
     assert cg.flops(g, L=40, B=1, S=8) == cg.flops(g, L=1, B=1, S=8) + 39 * per_layer
@@ -85,14 +85,14 @@ def test_symbolic_drops_the_defaults(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_preset_is_the_symbolic_graph_with_its_sizes(name):
+def test_preset_equals_symbolic_graph_at_its_sizes(name):
     preset, symbolic = load(name), load(name, symbolic=True)
     bound = {**preset.defaults, **point(name)}
     for question in (cg.flops, cg.matmul_flops, cg.bytes_moved, cg.peak_memory):
         assert question(preset, **point(name)) == question(symbolic, **bound)
 
 
-def test_positions_end_where_the_table_ends():
+def test_length_beyond_position_table_is_refused():
     g = load("gpt2")
     assert cg.flops(g, B=1, S=1024) > cg.flops(g, B=1, S=1023)
     with pytest.raises(cg.BindingError, match="S <= P"):
@@ -106,7 +106,7 @@ def test_positions_end_where_the_table_ends():
 # -- refusals ------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_model_is_answered_with_near_names():
+def test_unknown_model_suggests_similar_names():
     with pytest.raises(cg.GraphError, match="llama-3-8b"):
         models.load("LLaMA-3-8B")
     with pytest.raises(cg.GraphError, match="gpt2-xl"):
@@ -119,21 +119,21 @@ def test_an_unknown_model_is_answered_with_near_names():
 
 @each("options", [{"attention": "sdpa"}, {"attention": None}, {"attention": ["flash"]}])
 @each("name", sorted(SMALL))
-def test_unknown_attention(name, options):
+def test_unknown_attention_is_refused(name, options):
     with pytest.raises(cg.GraphError, match="expected 'flash' or 'eager'"):
         models.load(name, **options)
 
 
 @each("dropout", [1, -0.1, True, "0.1", None, float("nan"), 1j])
 @each("name", sorted(SMALL))
-def test_dropout_is_a_probability(name, dropout):
+def test_dropout_must_be_a_probability(name, dropout):
     with pytest.raises(cg.GraphError, match="dropout"):
         models.load(name, dropout=dropout)
 
 
 @each("dtype", ["bf17", "int8", "bool", None, 16])
 @each("name", sorted(SMALL))
-def test_dtype_is_a_floating_format(name, dtype):
+def test_dtype_must_be_floating_point(name, dtype):
     with pytest.raises(cg.FormatError):
         models.load(name, dtype=dtype)
 
@@ -146,7 +146,7 @@ WAYS = [("flash", 0), ("eager", 0), ("flash", 0.1)]
 
 @pytest.mark.parametrize(
     ("name", "attention", "dropout", "dtype"),
-    [  # a plain run holds every way in one format, and every format in one way
+    [  # a plain run covers every option in one dtype, and every dtype with one option
         pytest.param(name, *way, dtype, marks=() if way == WAYS[0] or dtype == "bf16" else pytest.mark.long)
         for name in sorted(SMALL)
         for way in WAYS
@@ -165,8 +165,8 @@ def test_every_option_builds_and_binds(name, attention, dropout, dtype):
 
 
 @each("name", sorted(SMALL))
-def test_dropout_adds_what_the_reference_drops(name):
-    # 2 an element: of the embedding or first activation, and in each layer of probabilities and residuals
+def test_dropout_flops_match_reference(name):
+    # 2 per element: in the embedding or first activation, and in each layer for probabilities and residuals
     B, S, D, H, L, F = cg.dims("B S D H L F")
     drops = {
         "gpt2": B * S * D + L * (B * H * S**2 + 2 * B * S * D),
@@ -181,15 +181,15 @@ def test_dropout_adds_what_the_reference_drops(name):
 # -- formulas ------------------------------------------------------------------------------------------------
 
 
-def test_forward_is_2nd_with_a_remainder_gpt2():
+def test_gpt2_forward_flops_are_2nd_plus_remainder():
     B, S, D, F, L, P = cg.dims("B S D F L P")
     g = load("gpt2", symbolic=True)
-    vectors = L * (4 * D + 3 * D + D + F + D) + 2 * D  # norms and biases multiply nothing
+    vectors = L * (4 * D + 3 * D + D + F + D) + 2 * D  # norms and biases have no matmul
     expected = 2 * B * S * (cg.param_count(g) - P * D - vectors) + 4 * B * S**2 * D * L
     assert sympy.expand(cg.matmul_flops(g, count="full") - expected) == 0
 
 
-def test_forward_is_2nd_with_a_remainder_llama():
+def test_llama_forward_flops_are_2nd_plus_remainder():
     B, S, D, H, K, L, V = cg.dims("B S D H K L V")
     g = load("llama-3-8b", symbolic=True)
     expected = 2 * B * S * (cg.param_count(g) - V * D - (2 * L + 1) * D) + 4 * B * S**2 * H * K * L
@@ -197,10 +197,10 @@ def test_forward_is_2nd_with_a_remainder_llama():
 
 
 @each("name", ["gpt2", "llama-3-8b"])
-def test_the_leading_term_in_the_width_is_2nd(name):
+def test_2nd_is_leading_term_in_width(name):
     B, S, D, H, F, K = cg.dims("B S D H F K")
     g = load(name, symbolic=True)
-    # the shape of a family: heads of one size, F in proportion to D
+    # scale within a family: a fixed head size, F in proportion to D
     wide = {F: 4 * D, H: D / K} if name == "llama-3-8b" else {F: 4 * D}
     flops, params = cg.matmul_flops(g).subs(wide), cg.param_count(g).subs(wide)
     assert sympy.Poly(flops, D).LC() == sympy.Poly(2 * B * S * params, D).LC()
@@ -208,7 +208,7 @@ def test_the_leading_term_in_the_width_is_2nd(name):
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_depth_as_a_symbol_is_depth_bound(name):
+def test_symbolic_depth_matches_bound_depth(name):
     L = cg.dims("L")
     symbolic = load(name, symbolic=True)
     for depth in (1, 2, 3, 97):
@@ -219,13 +219,13 @@ def test_depth_as_a_symbol_is_depth_bound(name):
 @pytest.mark.parametrize("dropout", [0, 0.1])
 @pytest.mark.parametrize("attention", ["flash", "eager"])
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_peak_in_closed_form_is_the_peak_played_out(name, attention, dropout):
+def test_peak_closed_form_matches_unrolled_graph(name, attention, dropout):
     g = load(name, symbolic=True, attention=attention, dropout=dropout)
     closed = cg.peak_memory(g)
     least = cg.timeline(g).holds_from["L"]
     assert least <= 3
     for depth in (1, 2, 3, 8):
-        # once logits are the largest, once the feed-forward layer, once attention
+        # largest are, in turn, the logits, the feed-forward layer, and attention
         for change in ({}, {"V": 1009} if name != "mlp" else {"C": 1009}, {"F": 1013}, {"B": 31}):
             bound = {**SMALL[name], **point(name), "L": depth, **change}
             played = cg.timeline(g, **bound).peak
@@ -245,11 +245,11 @@ def formulas(name):
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_the_same_declaration_gives_the_same_formulas(name):
+def test_declaration_is_deterministic(name):
     assert formulas(name) == formulas(name)
 
 
-def test_formulas_do_not_depend_on_the_order_of_sets():
+def test_formulas_do_not_depend_on_hash_seed():
     code = (
         "import costgraph as cg; from costgraph import models; g = models.load('llama-3-8b', symbolic=True);"
         "peak = cg.peak_memory(g);"
@@ -276,7 +276,7 @@ def ops_of(g, part):
     return [op for op in g.walk() if part in op.name]
 
 
-def test_gpt2_cuts_queries_keys_and_values_out_of_one_tensor_without_a_copy():
+def test_gpt2_splits_qkv_without_a_copy():
     g = load("gpt2", attention="flash")
     (kqv,) = [t for op in ops_of(g, "attention/kqv/addmm") if op.body is not None for t in op.results]
     (kernel,) = [op for op in g.walk() if op.name.endswith("layers/attention")]
@@ -285,7 +285,7 @@ def test_gpt2_cuts_queries_keys_and_values_out_of_one_tensor_without_a_copy():
 
 @each(("attention", "copies"), [("flash", False), ("eager", True)])
 @each("name", ["gpt2", "llama-3-8b"])
-def test_heads_are_merged_by_a_copy_after_eager_attention_alone(name, attention, copies):
+def test_only_eager_attention_copies_to_merge_heads(name, attention, copies):
     # flash kernels write (b, s, h, k), eager ones (b, h, s, k)
     g = load(name, attention=attention)
     (merge,) = ops_of(g, "attention/merge")
@@ -309,7 +309,7 @@ def counted_by_torch(module, shape):
 @pytest.mark.parametrize("attention", ["flash", "eager"])
 @pytest.mark.parametrize("change", [{}, {"L": 1}, {"S": 1}, {"S": 8, "B": 3}])
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
-def test_matmul_flops_are_those_of_plain_torch(name, change, attention):
+def test_matmul_flops_match_plain_torch(name, change, attention):
     torch = pytest.importorskip("torch")
     from benchmarks.plain_torch import GPT2, Llama
 
@@ -324,7 +324,7 @@ def test_matmul_flops_are_those_of_plain_torch(name, change, attention):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
-def test_matmul_flops_are_those_of_transformers(name):
+def test_matmul_flops_match_transformers(name):
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     n = SMALL[name]
@@ -342,7 +342,7 @@ def test_matmul_flops_are_those_of_transformers(name):
         sizes = {"hidden_size": n["D"], "num_attention_heads": n["H"], "num_key_value_heads": n["G"]}
         sizes |= {"head_dim": n["K"], "intermediate_size": n["F"], "num_hidden_layers": n["L"]}
         build, config = transformers.LlamaForCausalLM, transformers.LlamaConfig
-    # building its mask reads values, which the meta device has not
+    # building its mask reads values, which meta tensors lack
     module = build(config(vocab_size=n["V"], bos_token_id=0, eos_token_id=0, **sizes, **common)).eval()
     g = load(name)
     expected = counted_by_torch(module, (2, 5))

@@ -1,4 +1,4 @@
-"""Configurations of transformers: every field is used, known to change no cost, or an error that names it."""
+"""transformers configurations: every field is used, known not to affect costs, or named in an error."""
 
 import json
 
@@ -43,7 +43,7 @@ def written(tmp_path, fields):
     return path
 
 
-def test_the_file_of_a_preset_is_the_preset(tmp_path):
+def test_configuration_files_match_presets(tmp_path):
     path = written(tmp_path, LLAMA)
     preset = load("llama-3-8b")
     for given in (path, str(path), tmp_path, LLAMA):
@@ -53,7 +53,7 @@ def test_the_file_of_a_preset_is_the_preset(tmp_path):
         assert cg.param_bytes(g) == cg.param_bytes(preset)
 
 
-def test_the_format_is_that_of_the_file_unless_one_is_given():
+def test_dtype_defaults_to_configuration():
     wide = {**LLAMA, "torch_dtype": "float32"}
     assert cg.param_bytes(from_config(wide)) == 2 * cg.param_bytes(from_config(LLAMA))
     assert cg.param_bytes(from_config(wide, dtype="bf16")) == cg.param_bytes(from_config(LLAMA))
@@ -64,7 +64,7 @@ def test_the_format_is_that_of_the_file_unless_one_is_given():
         from_config({**LLAMA, "torch_dtype": "int3"})
 
 
-def test_options_are_those_of_load():
+def test_load_options_are_accepted():
     g = from_config(LLAMA, symbolic=True, attention="eager")
     assert g.defaults == {}
     assert cg.matmul_flops(g) == cg.matmul_flops(load("llama-3-8b", symbolic=True, attention="eager"))
@@ -72,7 +72,7 @@ def test_options_are_those_of_load():
         from_config(LLAMA, routing="even")
 
 
-def test_a_mapping_is_not_changed():
+def test_configuration_mapping_is_not_modified():
     before = json.dumps(LLAMA)
     from_config(LLAMA)
     assert json.dumps(LLAMA) == before
@@ -81,7 +81,7 @@ def test_a_mapping_is_not_changed():
 @each(
     ("change", "error", "text"),
     [
-        ({"architectures": ["LlamaForCausalLn"]}, UnsupportedError, "'LlamaForCausalLn' is not known, expected one of"),
+        ({"architectures": ["LlamaForCausalLn"]}, UnsupportedError, "'LlamaForCausalLn' is unknown, expected one of"),
         ({"architectures": ["A", "B"]}, FormatError, r"architectures is \['A', 'B'\], expected a list of one name"),
         ({"architectures": None}, FormatError, "architectures is None, expected a list of one name"),
         ({"hidden_size": None}, FormatError, "config: hidden_size is missing, expected a whole number"),
@@ -91,18 +91,18 @@ def test_a_mapping_is_not_changed():
         ({"num_hidden_layers": 0}, FormatError, "num_hidden_layers is 0, expected a whole number of at least 1"),
         ({"tie_word_embeddings": 1}, FormatError, "tie_word_embeddings is 1, expected true or false"),
         ({"hidden_act": "relu7"}, UnsupportedError, "hidden_act is 'relu7', expected"),
-        ({"window_of_attention": 5}, UnsupportedError, "config: window_of_attention is 5, expected a field that is"),
-        ({"num_experts": 8}, UnsupportedError, "num_experts is 8, expected a field that is known"),
+        ({"window_of_attention": 5}, UnsupportedError, "config: window_of_attention is 5, expected a known field"),
+        ({"num_experts": 8}, UnsupportedError, "num_experts is 8, expected a known field"),
         ({"partial_rotary_factor": 0.5}, UnsupportedError, "partial_rotary_factor is 0.5, expected 1"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, UnsupportedError, "is 0.25, expected 1"),
     ],
 )
-def test_what_is_not_understood_is_named(change, error, text):
+def test_unsupported_fields_are_named(change, error, text):
     with pytest.raises(error, match=text):
         from_config({**LLAMA, **change})
 
 
-def test_files_that_are_none(tmp_path):
+def test_invalid_configuration_files_are_refused(tmp_path):
     with pytest.raises(FormatError, match=r"nowhere.json: No such file or directory, expected a config.json"):
         from_config(tmp_path / "nowhere.json")
     for content, text in ((b"{", "expected JSON"), (b"[1]", r"\[1\], expected an object"), (b"\xff", "no UTF-8")):
@@ -119,7 +119,7 @@ def test_files_that_are_none(tmp_path):
         from_config(7)
 
 
-# -- formats of weights ------------------------------------------------------------------------------------------------
+# -- weight formats ----------------------------------------------------------------------------------------------------
 
 AWQ = {"bits": 4, "group_size": 128, "quant_method": "awq", "version": "gemm", "zero_point": True}
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -129,13 +129,13 @@ def quantized(method):
     return {**LLAMA, "quantization_config": method}
 
 
-def test_weights_are_stored_as_the_file_says():
+def test_quantization_config_sets_weight_storage():
     D, F, L, V = 4096, 14336, 32, 128256
-    layers = L * (2 * D * D + 2 * D * 1024 + 3 * D * F)  # elements of linear layers in layers
-    rest = 2 * (2 * V * D + (2 * L + 1) * D)  # table, head and norms in bf16
-    # 4 bits, and for 128 of a column a scale of 16 bits and a zero point of 4
+    layers = L * (2 * D * D + 2 * D * 1024 + 3 * D * F)  # elements of linear layers in the stack
+    rest = 2 * (2 * V * D + (2 * L + 1) * D)  # embedding, head and norms in bf16
+    # 4 bits, plus a 16-bit scale and a 4-bit zero point per 128 elements of a column
     assert cg.param_bytes(from_config(quantized(AWQ))) == layers * (4 + 20 / 128) / 8 + rest
-    # 8 bits, and 32 for a block of 128 x 128
+    # 8 bits, plus 32 per 128 x 128 block
     g = from_config(quantized(FP8))
     assert cg.param_bytes(g) == layers * (1 + 4 / 128**2) + rest
     assert cg.param_count(g) == cg.param_count(from_config(LLAMA))
@@ -145,7 +145,7 @@ def test_weights_are_stored_as_the_file_says():
     assert cg.param_bytes(cg.decode(g)) == cg.param_bytes(g)
 
 
-def test_a_format_that_is_given_is_that_of_all_weights():
+def test_explicit_dtype_overrides_quantization_config():
     for method in (AWQ, FP8, {"quant_method": "gptq", "bits": 4}):
         assert cg.param_bytes(from_config(quantized(method), dtype="bf16")) == cg.param_bytes(from_config(LLAMA))
 
@@ -162,14 +162,18 @@ def test_a_format_that_is_given_is_that_of_all_weights():
         (
             {"quant_method": "gptq"},
             UnsupportedError,
-            "'gptq', expected one of awq, gguf, fp8, mxfp4: how it stores which",
+            "'gptq', expected one of awq, gguf, fp8, mxfp4: its stored weights",
         ),
-        ({"quant_method": "mxfp4"}, UnsupportedError, "which weights of a llama model is not known; dtype= declares"),
-        ({}, UnsupportedError, "quantization_config is {}, expected quant_method to be a word"),
+        (
+            {"quant_method": "mxfp4"},
+            UnsupportedError,
+            "its stored weights of a llama model are not modelled; pass dtype=",
+        ),
+        ({}, UnsupportedError, "quantization_config is {}, expected quant_method to be a string"),
         ({**AWQ, "bits": 8}, UnsupportedError, "quantization_config: bits is 8, expected 4"),
         ({**AWQ, "zero_point": False}, UnsupportedError, "zero_point is False, expected True"),
         ({**AWQ, "group_size": -1}, FormatError, "group_size is -1, expected a whole number"),
-        ({**AWQ, "act_order": 1}, UnsupportedError, "act_order is 1, expected a field that is known"),
+        ({**AWQ, "act_order": 1}, UnsupportedError, "act_order is 1, expected a known field"),
         ({**FP8, "weight_block_size": None}, FormatError, "weight_block_size is missing, expected [128, 128]"),
         (
             {**FP8, "weight_block_size": [64, 128]},
@@ -182,16 +186,16 @@ def test_a_format_that_is_given_is_that_of_all_weights():
             UnsupportedError,
             "has 'model.layers.3', ex",
         ),
-        ({**FP8, "modules_to_not_convert": ["mlp.gate"]}, UnsupportedError, "has ['mlp.gate'], expected what stays"),
+        ({**FP8, "modules_to_not_convert": ["mlp.gate"]}, UnsupportedError, "has ['mlp.gate'], expected only modules"),
     ],
 )
-def test_formats_that_are_not_known_are_refused_by_their_method(method, error, text):
+def test_unknown_quantization_methods_are_named(method, error, text):
     with pytest.raises(error) as caught:
         from_config(quantized(method))
     assert text in str(caught.value)
 
 
-def test_every_architecture_is_of_one_family():
+def test_every_architecture_maps_to_one_family():
     from costgraph.models.registry import FAMILIES
 
     names = [name for family in FAMILIES for name in family.architectures]

@@ -1,4 +1,4 @@
-"""Convolutional networks and diffusion U-Nets: published counts, every question, configurations that are refused."""
+"""Convolutional networks and diffusion U-Nets: published counts, supported questions, and refused configurations."""
 
 import pytest
 from shared import load
@@ -6,7 +6,7 @@ from shared import load
 import costgraph as cg
 from costgraph import models
 
-#: Parameters and 10^9 multiply-adds, printed by torchvision's table of classification weights (images of 224 x 224).
+#: Parameters and 10^9 multiply-adds from torchvision's table of classification weights (224 x 224 images).
 TORCHVISION = {
     "alexnet": (61_100_840, 0.71),
     "vgg11": (132_863_336, 7.61),
@@ -32,18 +32,18 @@ TORCHVISION = {
     "densenet169": (14_149_480, 3.36),
     "densenet201": (20_013_928, 4.29),
 }
-#: Ho et al. 2020, appendix B: 35.7M; the UNet2DConditionModel of stable-diffusion-v1-5 has 859,520,964.
+#: Ho et al. 2020, appendix B: 35.7M; the UNet2DConditionModel in stable-diffusion-v1-5 has 859,520,964.
 UNETS = {"ddpm-cifar10": 35_746_307, "stable-diffusion-1.5-unet": 859_520_964}
 
 
-#: Models of which parameters alone are held to a published number each time, in test_models_zoo.py.
+#: test_models_zoo.py checks these models' parameters against published numbers in every run.
 LARGER = ("-bn", "13", "19", "101", "101-2", "152", "161", "169", "201", "64x4d")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long) if n.endswith(LARGER) else n for n in TORCHVISION]
 )
-def test_what_torchvision_prints(name):
+def test_parameters_and_multiply_adds_match_torchvision(name):
     parameters, multiply_adds = TORCHVISION[name]
     g = load(name)
     assert cg.param_count(g) == parameters
@@ -51,16 +51,16 @@ def test_what_torchvision_prints(name):
 
 
 @pytest.mark.parametrize("name", UNETS)
-def test_parameters_of_unets(name):
+def test_unet_parameters_match_published_counts(name):
     assert cg.param_count(load(name)) == UNETS[name]
 
 
-#: One of each family, and of each kind of block.
+#: One model per family and per block type.
 FEW = ["alexnet", "vgg11-bn", "resnet18", "resnext50-32x4d", "ddpm-cifar10"]
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_only_the_batch_is_open(name):
+def test_only_batch_is_symbolic_by_default(name):
     g = load(name)
     assert {s.name for s in cg.flops(g).free_symbols | cg.peak_memory(g).free_symbols} == {"B"}
     assert cg.flops(g, B=3) > 0
@@ -69,7 +69,7 @@ def test_only_the_batch_is_open(name):
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_symbolic_leaves_every_size_open(name):
+def test_symbolic_leaves_all_sizes_open(name):
     g, preset = load(name, symbolic=True), load(name)
     assert g.defaults == {}
     free = {s.name for f in (cg.flops(g), cg.param_count(g), cg.peak_memory(g)) for s in f.free_symbols}
@@ -81,35 +81,35 @@ def test_symbolic_leaves_every_size_open(name):
 @pytest.mark.parametrize(
     "name", [n if n in ("alexnet", "resnet18") else pytest.param(n, marks=pytest.mark.long) for n in FEW]
 )
-def test_steps_of_training(name):
-    g = load(name, attention="eager", dtype="fp32")  # flash attention makes its scores again
+def test_training_step_has_three_times_forward_matmuls(name):
+    g = load(name, attention="eager", dtype="fp32")  # flash attention recomputes its scores
     step = cg.training_step(g, optimizer=cg.SGD())
     assert cg.param_count(step) == cg.param_count(g)
-    # every product but that of the images, and of times, has two in the backward pass
+    # every matmul has two in the backward pass, except for images and time embeddings
     assert 2.7 < cg.matmul_flops(step, B=2) / cg.matmul_flops(g, B=2) < 3
     assert cg.peak_memory(step, B=2) > 2 * cg.param_bytes(g)
 
 
-def test_depth_is_a_symbol():
+def test_depth_is_symbolic():
     g = load("resnet50")
     block = 2 * 1024 * 256 + 9 * 256**2 + 2 * (256 + 256 + 1024)  # 1x1 down, 3x3, 1x1 up, and three norms
     assert cg.param_count(g, L3=23) == cg.param_count(g) + 17 * block == 44_549_160  # ResNet-101
     assert cg.peak_memory(g, L3=23, B=1) == cg.peak_memory(load("resnet101"), B=1)
 
 
-def test_a_side_that_is_too_small_is_refused():
+def test_too_small_image_is_refused():
     with pytest.raises(cg.BindingError, match="R=32"):
         cg.flops(load("alexnet"), R=32, B=1)
     assert cg.matmul_flops(load("resnet18"), R=1, B=1) > 0
 
 
-def test_odd_halves_of_channels_are_refused():
+def test_odd_densenet_channels_are_refused():
     with pytest.raises(cg.BindingError, match="whole number"):
         cg.flops(load("densenet121"), B=1, D=63)
 
 
-def test_statistics_are_a_choice():
-    """Frozen norms train with running statistics; what is declared runs as after `eval()`."""
+def test_batch_or_running_statistics_can_be_chosen():
+    """Frozen norms train with running statistics; the forward pass runs as after `eval()`."""
     auto, batch, frozen = (load("resnet18", statistics=s) for s in ("auto", "batch", "running"))
     assert cg.flops(auto, B=2) == cg.flops(frozen, B=2) < cg.flops(batch, B=2)
     a, b, f = (cg.flops(cg.training_step(g), B=2) for g in (auto, batch, frozen))
@@ -118,9 +118,9 @@ def test_statistics_are_a_choice():
         load("resnet18", statistics="eval")
 
 
-def test_structure_that_no_preset_has():
+def test_densenet_block_counts_can_be_chosen():
     shallow = load("densenet121", blocks=(2, 3))
-    # 64 + 2*32 = 128 channels, halved; 64 + 3*32 = 160 in the end: two rows of a norm and a row of the head each
+    # 64 + 2*32 = 128 channels, halved; 64 + 3*32 = 160 at the end: two norm rows and one head row each
     assert cg.param_count(shallow, C=1) - cg.param_count(load("densenet121", blocks=(2, 2)), C=1) == (
         2 * 128 + 128 * 128 + 2 * 128 + 9 * 128 * 32 + 3 * 32
     )
@@ -137,7 +137,7 @@ RESNET50 = {
 }  # fmt: skip
 
 
-def test_a_configuration():
+def test_configurations_match_presets():
     g = models.from_config(RESNET50)
     assert cg.param_count(g) == 25_557_032
     assert cg.param_bytes(g) == 4 * 25_557_032
@@ -152,14 +152,14 @@ def test_a_configuration():
     [
         ({"layer_type": "fancy"}, cg.UnsupportedError, "layer_type is 'fancy', expected one of basic, bottleneck"),
         ({"hidden_act": "cubic"}, cg.UnsupportedError, "hidden_act is 'cubic'"),
-        ({"depths": [3, 4, 6]}, cg.UnsupportedError, "hidden_sizes is .* expected '3 numbers, as many as depths'"),
+        ({"depths": [3, 4, 6]}, cg.UnsupportedError, "hidden_sizes is .* expected '3 numbers, the length of depths'"),
         ({"depths": [3, 4, 0, 3]}, cg.FormatError, "depths"),
         ({"depths": "3463"}, cg.FormatError, "depths"),
-        ({"squeeze": True}, cg.UnsupportedError, "squeeze is True, expected a field that is known"),
+        ({"squeeze": True}, cg.UnsupportedError, "squeeze is True, expected a known field"),
         ({"embedding_size": 64.5}, cg.FormatError, "embedding_size"),
         ({"downsample_in_bottleneck": "yes"}, cg.FormatError, "downsample_in_bottleneck"),
     ],
 )
-def test_configurations_that_are_refused(changes, error, text):
+def test_unsupported_configurations_are_refused(changes, error, text):
     with pytest.raises(error, match=text):
         models.from_config(RESNET50 | changes)

@@ -1,4 +1,4 @@
-"""Decoders without experts: published sizes, published configuration files, windows, patterns, caches, refusals."""
+"""Dense decoders: published sizes and configuration files, attention windows and patterns, caches, and refusals."""
 
 import json
 
@@ -10,11 +10,11 @@ from shared import load, training_step
 import costgraph as cg
 from costgraph import models
 
-# Parameters of the checkpoints in safetensors files, as the index of each repository says them ("total_size" over the
-# bytes of an element) or the hub shows them; a head that is tied counts once.
+# Parameters of safetensors checkpoints, from the repository index ("total_size" over bytes per element) or from the
+# hub; a tied head counts once.
 PARAMETERS = {
     "mistral-7b": 7_241_732_096,  # 7.24B; 32*(2*4096*4096 + 2*4096*1024 + 3*4096*14336 + 2*4096) + 4096 + 2*32000*4096
-    "mistral-7b-v0.3": 7_248_023_552,  # 768 rows more in table and head: 2*768*4096
+    "mistral-7b-v0.3": 7_248_023_552,  # 768 more rows in embedding and head: 2*768*4096
     "mistral-nemo-12b": 12_247_782_400,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
@@ -33,7 +33,7 @@ PARAMETERS = {
     "gemma-2-9b": 9_241_705_984,
     "gemma-2-27b": 27_227_128_320,
     "gemma-3-1b": 999_885_952,
-    # the published ones with image encoder and projector: 4,300,079,472, 12,187,325,040 and 27,432,406,640
+    # the published checkpoints with image encoder and projector have 4,300,079,472, 12,187,325,040 and 27,432,406,640
     "gemma-3-4b": 3_880_263_168,
     "gemma-3-12b": 11_766_034_176,
     "gemma-3-27b": 27_009_346_304,
@@ -44,14 +44,14 @@ PARAMETERS = {
     "phi-4-mini": 3_836_021_760,
     "falcon-7b": 6_921_720_704,
     "falcon-11b": 11_102_822_400,
-    "falcon-40b": 41_303_293_952,  # files hold the tied head twice: 65024*8192 more are 41.84B
-    "falcon-180b": 178_557_088_768,  # with it twice 179.52B
+    "falcon-40b": 41_303_293_952,  # files store the tied head twice: with 65024*8192 more it has 41.84B
+    "falcon-180b": 178_557_088_768,  # 179.52B with the head stored twice
     "olmo-2-1b": 1_484_916_736,
     "olmo-2-7b": 7_298_617_344,
     "olmo-2-13b": 13_716_198_400,
     "olmo-2-32b": 32_234_279_936,
 }
-#: One or two of each family, for what is asked of all.
+#: One or two models per family, for questions asked of all.
 SEVERAL = [
     "mistral-7b", "qwen2.5-7b", "qwen3-0.6b", "gemma-2-2b", "gemma-3-1b", "phi-3-mini", "phi-4-mini", "falcon-7b",
     "falcon-40b", "olmo-2-7b",
@@ -60,14 +60,14 @@ POINT = {"B": 2, "S": 13}
 
 
 @each("name", sorted(PARAMETERS))
-def test_parameters(name):
+def test_parameters_match_checkpoints(name):
     assert cg.param_count(load(name)) == PARAMETERS[name]
 
 
 @each(
     ("name", "billions"),
-    # what papers say: Jiang et al. 2023; Qwen 2.5 (2412.15115) and 3 without embeddings; Gemma 2, table 2, and Gemma 3,
-    # table 1, embeddings and the rest; Phi-3 (2404.14219); Almazrouei et al. 2023
+    # As stated in Jiang et al. 2023; Qwen 2.5 (2412.15115) and 3 without embeddings; Gemma 2, table 2, and Gemma 3,
+    # table 1, embeddings and the rest; Phi-3 (2404.14219); Almazrouei et al. 2023.
     [
         ("qwen2.5-0.5b", (0.49, 0.36)), ("qwen2.5-1.5b", (1.54, 1.31)), ("qwen2.5-3b", (3.09, 2.77)),
         ("qwen2.5-7b", (7.61, 6.53)), ("qwen2.5-14b", (14.7, 13.1)), ("qwen2.5-32b", (32.5, 31.0)),
@@ -77,7 +77,7 @@ def test_parameters(name):
         ("gemma-3-27b", (None, 25.600)),
     ],
 )  # fmt: skip
-def test_parameters_of_the_papers(name, billions):
+def test_parameters_match_papers(name, billions):
     g = load(name)
     tables = sum(t.name in ("tokens/table", "head/weight") for t in g.params) * g.defaults["V"] * g.defaults["D"]
     total, without = billions
@@ -88,7 +88,7 @@ def test_parameters_of_the_papers(name, billions):
 # -- configuration files ---------------------------------------------------------------------------------------------
 
 LLAMA_LIKE = {"hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-05, "use_cache": True}
-#: What the hub's files say, but for names of tokens.
+#: Files as on the hub, except for token names.
 FILES = {
     "gpt2-xl": {
         "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "embd_pdrop": 0.1,
@@ -203,7 +203,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_a_published_file_describes_the_preset(name, tmp_path):
+def test_published_files_match_presets(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2, 3], **FILES[name]}))
     g, preset = models.from_config(tmp_path, dtype="bf16"), load(name.split()[0])
     assert g.defaults == preset.defaults
@@ -212,28 +212,28 @@ def test_a_published_file_describes_the_preset(name, tmp_path):
 
 
 def changed(name, **fields):
-    return {k: v for k, v in {**FILES[name], **fields}.items() if v is not KeyError}  # a field that is left out
+    return {k: v for k, v in {**FILES[name], **fields}.items() if v is not KeyError}  # `KeyError` removes a field
 
 
-def test_a_small_llama_with_a_tied_head():
+def test_tied_head_configuration():
     # meta-llama/Llama-3.2-1B: 1,235,814,400 parameters
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
     g = models.from_config(changed("llama-3-8b", **sizes, tie_word_embeddings=True, mlp_bias=False))
     assert cg.param_count(g) == 1_235_814_400
 
 
-def test_biases_of_llama_and_of_gpt2s_relatives():
+def test_bias_options_of_configurations():
     plain, biased = (models.from_config(changed("llama-3-8b", attention_bias=b, mlp_bias=b)) for b in (False, True))
-    # queries and the way back 4096 each, keys and values 1024 each; gate and up 14336 each, down 4096
+    # queries and output projection 4096 each, keys and values 1024 each; gate and up 14336 each, down 4096
     assert cg.param_count(biased) - cg.param_count(plain) == 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
     tied = models.from_config(FILES["gpt2-xl"])
     apart = models.from_config(changed("gpt2-xl", tie_word_embeddings=False, activation_function="relu"))
     assert cg.param_count(apart) - cg.param_count(tied) == 50257 * 1600
-    # the tanh form of GELU is 9 an element, ReLU 1
+    # GELU's tanh form takes 9 FLOPs per element, ReLU 1
     assert cg.flops(tied, B=1, S=2) - cg.flops(apart, B=1, S=2) == 48 * 2 * 6400 * 8
 
 
-def test_what_a_missing_field_means_is_what_transformers_has_as_its_default():
+def test_missing_fields_use_transformers_defaults():
     assert models.from_config(changed("mistral-7b", sliding_window=KeyError)).defaults["W"] == 4096
     assert "W" not in models.from_config(changed("mistral-7b", sliding_window=None)).defaults
     assert models.from_config(changed("mistral-7b", num_key_value_heads=None)).defaults["G"] == 32
@@ -242,20 +242,20 @@ def test_what_a_missing_field_means_is_what_transformers_has_as_its_default():
     assert models.from_config(changed("gemma-2-9b", sliding_window=KeyError)).defaults["W"] == 4096
     capped = models.from_config(changed("gemma-2-9b", attn_logit_softcapping=KeyError), attention="eager")
     free = models.from_config(changed("gemma-2-9b", attn_logit_softcapping=None), attention="eager")
-    # divide, tanh, multiply for each score of 16 heads in 42 layers
+    # divide, tanh, multiply for each score in 16 heads and 42 layers
     assert cg.flops(capped, **POINT) - cg.flops(free, **POINT) == 3 * 42 * 16 * 2 * 13 * 13
     with pytest.raises(cg.FormatError, match="num_key_value_heads is missing, expected a whole number"):
         models.from_config(changed("mistral-7b", num_key_value_heads=KeyError))
 
 
-def test_patterns_of_layers_are_read():
+def test_layer_patterns_are_read():
     words = {"l": "sliding_attention", "g": "full_attention"}
 
     def structure(pattern):
         fields = {"layer_types": [words[c] for c in pattern], "num_hidden_layers": len(pattern)}
         g = models.from_config(changed("gemma-3-1b", **fields))
         W, S = 512, 1000
-        # positions that the layers keep; 2*G*K of bf16 each
+        # positions that the layers keep; 2*G*K in bf16 each
         kept = cg.cache_bytes(cg.decode(g), B=1, S=S) / (2 * 256 * 2)
         assert kept == pattern.count("l") * W + pattern.count("g") * S
         return g
@@ -273,7 +273,7 @@ def test_patterns_of_layers_are_read():
     ("name", "change", "error", "text"),
     [
         ("mistral-7b", {"quantization_config": {"bits": 4}}, cg.UnsupportedError, "quantization_config is"),
-        ("mistral-7b", {"num_experts": 8}, cg.UnsupportedError, "num_experts is 8, expected a field that is known"),
+        ("mistral-7b", {"num_experts": 8}, cg.UnsupportedError, "num_experts is 8, expected a known field"),
         ("mistral-7b", {"hidden_size": KeyError}, cg.FormatError, "hidden_size is missing, expected a whole number"),
         ("mistral-7b", {"hidden_size": 4096.0}, cg.FormatError, "hidden_size is 4096.0, expected a whole number"),
         ("mistral-7b", {"sliding_window": 0}, cg.FormatError, "sliding_window is 0, expected a whole number"),
@@ -287,7 +287,8 @@ def test_patterns_of_layers_are_read():
         ("gpt2-xl", {"add_cross_attention": True}, cg.UnsupportedError, "add_cross_attention is True"),
         ("qwen2.5-7b", {"use_mrope": True}, cg.UnsupportedError, "use_mrope is True, expected False"),
         ("qwen2.5-7b", {"layer_types": ["sliding_attention"] * 28}, cg.UnsupportedError, "layer_types is"),
-        ("qwen3-8b", {"layer_types": ["full_attention"] * 35}, cg.FormatError, "35 words, expected one for each of 36"),
+        ("qwen3-8b", {"layer_types": ["full_attention"] * 35}, cg.FormatError,
+         "35 entries, expected one for each of 36"),
         ("gemma-3-1b", {"layer_types": []}, cg.UnsupportedError, "layer_types is"),
         ("gemma-3-1b", {"sliding_window": None}, cg.FormatError, "sliding_window is missing"),
         ("gemma-3-1b", {"sliding_window_pattern": 0}, cg.FormatError, "sliding_window_pattern is 0"),
@@ -307,12 +308,12 @@ def test_patterns_of_layers_are_read():
         ("olmo-2-7b", {"clip_qkv": 8.0}, cg.UnsupportedError, "clip_qkv is 8.0"),
     ],
 )  # fmt: skip
-def test_what_is_not_understood_is_refused_by_name(name, change, error, text):
+def test_unsupported_fields_are_named(name, change, error, text):
     with pytest.raises(error, match=text):
         models.from_config(changed(name, **change))
 
 
-# -- sizes and structure as options -----------------------------------------------------------------------------------
+# -- size and structure options ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -321,7 +322,7 @@ def test_what_is_not_understood_is_refused_by_name(name, change, error, text):
 def test_symbolic_leaves_all_sizes_open(name, attention):
     g, preset = load(name, symbolic=True, attention=attention), load(name, attention=attention)
     free = {s.name for s in cg.flops(g).free_symbols | cg.param_count(g).free_symbols}
-    # eager attention computes the whole square whatever the window
+    # eager attention computes the full square regardless of the window
     assert free | {"W"} == {*preset.defaults, "B", "S", "W"}
     assert g.defaults == {}
     for question in (cg.flops, cg.bytes_moved, cg.peak_memory):
@@ -330,7 +331,7 @@ def test_symbolic_leaves_all_sizes_open(name, attention):
 
 @each(("name", "depths"), [("gemma-2-2b", (2, 4, 28)), ("gemma-3-1b", (8, 14, 32)),
                                               ("mistral-7b", (1, 2, 33))])  # fmt: skip
-def test_depth_can_be_overridden_by_whole_periods(name, depths):
+def test_depth_override_needs_whole_periods(name, depths):
     g = load(name)
     period, rest = {"gemma-2-2b": (2, 0), "gemma-3-1b": (6, 2), "mistral-7b": (1, 0)}[name]
     per_period = cg.param_count(g, L=2 * period + rest) - cg.param_count(g, L=period + rest)
@@ -342,7 +343,7 @@ def test_depth_can_be_overridden_by_whole_periods(name, depths):
             cg.param_count(g, L=period + rest + 1)
 
 
-def test_the_peak_of_a_pattern_in_closed_form_is_the_peak_played_out():
+def test_pattern_peak_closed_form_matches_unrolled():
     g = load("gemma-3-1b", symbolic=True)
     small = {"D": 12, "H": 4, "G": 2, "K": 6, "F": 20, "V": 31, "W": 3, "B": 2, "S": 7}
     for change in ({}, {"V": 1009}, {"F": 997}, {"S": 41}):
@@ -353,7 +354,7 @@ def test_the_peak_of_a_pattern_in_closed_form_is_the_peak_played_out():
             assert cg.evaluate(closed, **{k: v for k, v in sizes.items() if k in used}) == cg.timeline(g, **sizes).peak
 
 
-def test_options_of_a_family_are_options_of_load():
+def test_family_options_pass_through_load():
     D, H, G, K, F, V = (load("gemma-3-1b").defaults[n] for n in "DHGKFV")
     layer = 2 * D * H * K + 2 * D * G * K + 3 * D * F + 4 * D + 2 * K
     g = load("gemma-3-1b", kinds=("local", "local", "global"), rest=0)
@@ -383,7 +384,7 @@ def test_options_of_a_family_are_options_of_load():
         ("mistral-7b", {"activation": "add"}, "add"),
     ],
 )
-def test_options_that_are_none(name, options, text):
+def test_invalid_options_are_refused(name, options, text):
     with pytest.raises(cg.CostGraphError, match=text):
         load(name, **options)
 
@@ -392,26 +393,26 @@ def test_options_that_are_none(name, options, text):
 
 
 def pairs(S, W):
-    """Keys that queries see, one by one."""
+    """Count visible keys over all queries, one by one."""
     return sum(min(i + 1, W) for i in range(S))
 
 
 @pytest.mark.parametrize("S", [1, 2, 511, 512, 513, 1024, 5000])
-def test_a_window_counts_the_own_position(S):
+def test_window_includes_own_position(S):
     g = load("gemma-3-1b")
     projections = cg.matmul_flops(g, B=1, S=S, count="full") - 26 * 4 * 4 * 256 * S * S
-    # 26 layers: 4 periods of 5 local and 1 global, and 2 local ones
+    # 26 layers: 4 periods with 5 local and 1 global, and 2 local ones
     attended = 4 * 4 * 256 * (22 * pairs(S, 512) + 4 * pairs(S, S))
     assert cg.matmul_flops(g, B=1, S=S) == projections + attended
 
 
 @pytest.mark.parametrize(
     ("name", "bytes_a_token"),
-    # 2 tensors of G*K elements of 2 bytes in each layer
+    # 2 tensors with G*K 2-byte elements per layer
     [("mistral-7b", 131_072), ("qwen2.5-7b", 57_344), ("qwen3-8b", 147_456), ("phi-3-mini", 393_216),
      ("falcon-7b", 8_192), ("falcon-40b", 122_880), ("olmo-2-7b", 524_288), ("gemma-2-2b", 106_496)],
 )  # fmt: skip
-def test_bytes_of_the_cache(name, bytes_a_token):
+def test_cache_bytes(name, bytes_a_token):
     g = cg.decode(load(name))
     assert cg.cache_bytes(g, B=1, S=100) == 100 * bytes_a_token
     sizes = load(name).defaults
@@ -419,15 +420,15 @@ def test_bytes_of_the_cache(name, bytes_a_token):
     assert bytes_a_token == 2 * sizes["L"] * sizes["G"] * K * 2
 
 
-def test_a_window_bounds_the_cache():
+def test_window_bounds_cache():
     assert cg.cache_bytes(cg.decode(load("mistral-7b")), B=1, S=32_768) == 4096 * 131_072
     assert cg.cache_bytes(cg.decode(load("mistral-7b-v0.3")), B=1, S=32_768) == 32_768 * 131_072
-    # Gemma 2: 13 of 26 layers keep 4096 positions
+    # in Gemma 2, 13 of 26 layers keep 4096 positions
     assert cg.cache_bytes(cg.decode(load("gemma-2-2b")), B=1, S=8192) == 106_496 // 2 * (4096 + 8192)
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_a_step_of_as_many_tokens_as_there_are_is_the_whole_pass(name):
+def test_full_length_step_equals_forward_pass(name):
     g = load(name)
     assert cg.matmul_flops(cg.prefill(g), **POINT) == cg.matmul_flops(g, **POINT)
     assert cg.matmul_flops(cg.decode(g, 13), **POINT) == cg.matmul_flops(g, **POINT)
@@ -437,15 +438,15 @@ def test_a_step_of_as_many_tokens_as_there_are_is_the_whole_pass(name):
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_reports(name):
+def test_reports_are_consistent(name):
     g = load(name)
     assert name in str(cg.report(g, "h100-sxm", **POINT))
 
 
 @pytest.mark.parametrize("name", in_part(SEVERAL, 0, 3))
-def test_a_step_has_three_products_for_each_one_of_the_forward_pass(name):
+def test_training_step_has_three_times_forward_matmuls(name):
     g = load(name)
     step = training_step(load(name, attention="eager"))
-    # gradients of operands and of weights: a product each for one of the forward pass
+    # gradients of operands and of weights: one matmul each per forward matmul
     assert cg.matmul_flops(step, **POINT, count="full") == 3 * cg.matmul_flops(g, **POINT, count="full")
     assert cg.peak_memory(step, **POINT) > 4 * cg.param_bytes(g)

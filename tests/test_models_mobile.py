@@ -1,12 +1,12 @@
-"""ConvNeXt, Swin, MobileNet, EfficientNet and DLRM as they were published, and what cannot be read."""
+"""ConvNeXt, Swin, MobileNet, EfficientNet and DLRM as published, and unsupported configurations."""
 
 import pytest
 from shared import load
 
 import costgraph as cg
 
-# "num_params" and "_ops" in the meta of the IMAGENET1K weights of torchvision.models; the latter are billions of
-# multiply-adds for an image of the size that the weights were evaluated at.
+# "num_params" and "_ops" from the IMAGENET1K weights' meta in torchvision.models; "_ops" counts billions of
+# multiply-adds for one image at the evaluation size.
 TORCHVISION = {
     "mobilenet-v2": (3504872, 0.301),
     "mobilenet-v3-small": (2542856, 0.057),
@@ -29,47 +29,47 @@ TORCHVISION = {
 }
 
 
-#: The parameters of these are held to a published number each time, in test_models_zoo.py.
+#: test_models_zoo.py checks these models' parameters against published numbers in every run.
 LARGER = ("-b2", "-b4", "-b5", "-b6", "-b7", "v3-large", "convnext-small", "convnext-large", "swin-s")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long) if n.endswith(LARGER) else n for n in TORCHVISION]
 )
-def test_published_parameters_and_multiply_adds(name):
+def test_parameters_and_multiply_adds_match_torchvision(name):
     g = load(name)
     parameters, billions = TORCHVISION[name]
     assert cg.param_count(g) == parameters
     assert round(cg.matmul_flops(g, B=1, count="full") / 2e9, 3) == billions
 
 
-def test_parameters_of_dlrm():
-    # Rows of the Criteo Terabyte tables with indices below 40,000,000, as facebookresearch/dlrm and NVIDIA's DLRM
-    # list them: 187,767,399 of 128 elements; networks of 13-512-256-128 and 479-1024-1024-512-256-1
+def test_dlrm_parameters_match_criteo_tables():
+    # Rows of the Criteo Terabyte tables with indices below 40,000,000, as listed in facebookresearch/dlrm and NVIDIA's
+    # DLRM: 187,767,399 with 128 elements; MLPs 13-512-256-128 and 479-1024-1024-512-256-1
     bottom = 13 * 512 + 512 + 512 * 256 + 256 + 256 * 128 + 128
     top = 479 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 * 512 + 512 + 512 * 256 + 256 + 256 + 1
     g = load("dlrm-mlperf")
     assert cg.param_count(g) == 187_767_399 * 128 + bottom + top
-    # of Criteo Kaggle 33,762,577 rows of 16 elements, 13-512-256-64-16 and 367-512-256-1
+    # Criteo Kaggle: 33,762,577 rows with 16 elements, MLPs 13-512-256-64-16 and 367-512-256-1
     bottom = 13 * 512 + 512 + 512 * 256 + 256 + 256 * 64 + 64 + 64 * 16 + 16
     top = 367 * 512 + 512 + 512 * 256 + 256 + 256 + 1
     assert cg.param_count(load("dlrm-small")) == 33_762_577 * 16 + bottom + top
 
 
-def test_dlrm_reads_the_rows_that_are_looked_up():
+def test_dlrm_reads_only_looked_up_rows():
     g = load("dlrm-mlperf", dtype="fp32")
     once, again = (cg.bytes_moved(g, B=2048, N=n) for n in (1, 4))
-    # a lookup reads a row of 128 numbers of 4 bytes and an index of 8; there are 26 tables
+    # a lookup reads a row of 128 fp32 numbers and an 8-byte index; there are 26 tables
     assert again - once == 3 * 26 * 2048 * (128 * 4 + 8)
-    assert cg.peak_memory(g, B=1) > 4 * 187_767_399 * 128  # tables are in memory whole
+    assert cg.peak_memory(g, B=1) > 4 * 187_767_399 * 128  # the whole tables are in memory
 
 
-# one model of each declaration, and the one whose every stage is repeated
+# one model per declaration, and the one that repeats every stage
 OPEN = ["mobilenet-v2", "mobilenet-v3-small", "efficientnet-b1", "convnext-tiny", "swin-t", "dlrm-small"]
 
 
 @pytest.mark.parametrize("name", OPEN)
-def test_every_size_can_be_left_open(name):
+def test_symbolic_leaves_all_sizes_open(name):
     g = load(name, symbolic=True)
     assert g.defaults == {}
     bound = load(name).defaults
@@ -83,17 +83,17 @@ def test_reports(name):
     assert name in str(cg.report(g, B=2))
 
 
-def test_an_image_of_another_size():
-    # an odd side is rounded up by a stride of 2, and 33 = 32 + 1 gives 17, 9, 5, 3 and 2
+def test_image_size_can_be_overridden():
+    # a stride of 2 rounds odd sides up: 33 = 32 + 1 gives 17, 9, 5, 3 and 2
     small, large = (cg.matmul_flops(load("mobilenet-v2"), B=1, R=n) for n in (33, 64))
     assert small == cg.matmul_flops(load("mobilenet-v2"), B=1, R=34)
     assert large == cg.matmul_flops(load("mobilenet-v2"), B=1, R=63)
 
 
-def test_a_swin_of_an_image_that_changes_its_shifts():
+def test_swin_image_size_that_changes_shifts_is_refused():
     g = load("swin-t")
-    assert cg.matmul_flops(g, B=1, R=227) == cg.matmul_flops(g, B=1, R=224)  # what is left over belongs to no patch
-    with pytest.raises(cg.BindingError):  # 57 patches, and 8 in the last stage: more than its window of 7
+    assert cg.matmul_flops(g, B=1, R=227) == cg.matmul_flops(g, B=1, R=224)  # remainder pixels belong to no patch
+    with pytest.raises(cg.BindingError):  # 57 patches, and 8 in the last stage, which exceeds its window of 7
         cg.matmul_flops(g, B=1, R=228)
     shifted = load("swin-t", stages=("shifted",) * 4)
     assert cg.matmul_flops(shifted, B=1, R=228) > cg.matmul_flops(g, B=1, R=224)
@@ -101,8 +101,8 @@ def test_a_swin_of_an_image_that_changes_its_shifts():
         load("swin-t", stages=("shifted", "turned"))
 
 
-def test_an_efficientnet_with_stages_that_are_not_told():
-    with pytest.raises(cg.GraphError, match="expected one of each for every stage"):
+def test_efficientnet_windows_must_match_stages():
+    with pytest.raises(cg.GraphError, match="expected one of each per stage"):
         load("efficientnet-b0", windows=(3,))
 
 
@@ -125,7 +125,7 @@ B0 = {"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280, "i
         ({**EFFICIENTNET, "depthwise_padding": [18]}, "efficientnet-b7"),  # google/efficientnet-b7
     ],
 )
-def test_configurations_of_published_models(fields, name):
+def test_configurations_match_published_models(fields, name):
     g, same = cg.models.from_config(fields), load(name)
     assert cg.param_count(g) == cg.param_count(same)
     assert cg.matmul_flops(g, B=1) == cg.matmul_flops(same, B=1)
@@ -134,16 +134,20 @@ def test_configurations_of_published_models(fields, name):
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [
-        ({**CONVNEXT, "use_grn": True}, cg.UnsupportedError, "use_grn is True, expected a field that is known"),
+        ({**CONVNEXT, "use_grn": True}, cg.UnsupportedError, "use_grn is True, expected a known field"),
         ({**CONVNEXT, "num_stages": 3}, cg.UnsupportedError, "num_stages is 3, expected 4"),
-        ({**CONVNEXT, "depths": [3, 3]}, cg.FormatError, "hidden_sizes has 4 numbers, expected 2 as depths has"),
+        (
+            {**CONVNEXT, "depths": [3, 3]},
+            cg.FormatError,
+            "hidden_sizes has 4 numbers, expected 2, the length of depths",
+        ),
         ({**CONVNEXT, "image_size": [224, 192]}, cg.FormatError, r"image_size is \[224, 192\]"),
-        ({**SWIN, "num_heads": [3, 6]}, cg.FormatError, "num_heads has 2 numbers, expected 4 as depths has"),
+        ({**SWIN, "num_heads": [3, 6]}, cg.FormatError, "num_heads has 2 numbers, expected 4, the length of depths"),
         ({**SWIN, "image_size": 225}, cg.UnsupportedError, "image_size 225, .* expected whole patches"),
-        ({**SWIN, "image_size": 192}, cg.UnsupportedError, "one window at least in the last stage"),
-        ({**SWIN, "mlp_ratio": 3.99}, cg.UnsupportedError, "whole numbers of hidden elements"),
+        ({**SWIN, "image_size": 192}, cg.UnsupportedError, "at least one window in the last stage"),
+        ({**SWIN, "mlp_ratio": 3.99}, cg.UnsupportedError, "an integer number of hidden elements"),
         ({**SWIN, "pretrained_window_sizes": [0, 0]}, cg.UnsupportedError, "pretrained_window_sizes"),
-        ({**MOBILENET, "expand_ratio": 5.5}, cg.UnsupportedError, "expand_ratio 5.5 of .* products that need no round"),
+        ({**MOBILENET, "expand_ratio": 5.5}, cg.UnsupportedError, "expand_ratio 5.5 of .* products without round"),
         ({**MOBILENET, "hidden_act": "gelu_9"}, cg.UnsupportedError, "hidden_act is 'gelu_9', expected one of"),
         ({**EFFICIENTNET, **B0, "image_size": 225}, cg.UnsupportedError, "every odd side before a stride of 2"),
         ({**EFFICIENTNET, **B0, "hidden_dim": 640}, cg.UnsupportedError, "hidden_dim is 640, expected 1280"),
@@ -151,6 +155,6 @@ def test_configurations_of_published_models(fields, name):
         ({**EFFICIENTNET, **B0, "squeeze_expansion_ratio": 0.3}, cg.UnsupportedError, "squeeze_expansion_ratio 0.3"),
     ],
 )
-def test_configurations_that_are_refused(fields, error, text):
+def test_unsupported_configurations_are_refused(fields, error, text):
     with pytest.raises(error, match=text):
         cg.models.from_config(fields)

@@ -1,4 +1,4 @@
-"""Models with experts and latent attention: published numbers, what their configurations say, steps of inference."""
+"""Models with experts and latent attention: published numbers, configurations, and inference steps."""
 
 import pytest
 from each import each
@@ -6,7 +6,7 @@ from shared import load
 
 import costgraph as cg
 
-#: Parameters of each preset, in all and those that a token meets, with the embedding and the head once each.
+#: Total and active parameters of each preset, counting embedding and head once each.
 PUBLISHED = {
     # model card of mistralai/Mixtral-8x7B-v0.1: 46.7B and 12.9B; 8x22B: 141B and 39B
     "mixtral-8x7b": (46.7, 12.9, 0),
@@ -17,25 +17,25 @@ PUBLISHED = {
     # model cards of Qwen/Qwen3-30B-A3B and Qwen3-235B-A22B: 30.5B and 3.3B, 235B and 22B
     "qwen3-30b-a3b": (30.5, 3.35, 0),
     "qwen3-235b-a22b": (235, 22, 0),
-    # arXiv 2508.10925, table 1: 20.91B and 3.61B, 116.83B and 5.13B; its active ones are without the embedding
+    # arXiv 2508.10925, table 1: 20.91B and 3.61B, 116.83B and 5.13B; its active counts exclude the embedding
     "gpt-oss-20b": (20.91, 3.61, 201088 * 2880),
     "gpt-oss-120b": (116.83, 5.13, 201088 * 2880),
-    # arXiv 2405.04434: 236B and 21B; V2-Lite 15.7B and 2.4B, its active ones without the embedding and cut off
+    # arXiv 2405.04434: 236B and 21B; V2-Lite 15.7B and 2.4B, its active counts truncated and without the embedding
     "deepseek-v2": (236, 21, 0),
     "deepseek-v2-lite": (15.7, 2.4, 102400 * 2048),
-    # arXiv 2412.19437: 671B and 37B, of which the active ones again without the embedding
+    # arXiv 2412.19437: 671B and 37B; the active count again excludes the embedding
     "deepseek-v3": (671, 37, 129280 * 7168),
 }
 
 
 def digits(number):
-    """Half of the last digit that is printed."""
+    """Return half a unit of the last printed digit."""
     text = str(number)
     return 0.5 * 10.0 ** -(len(text.partition(".")[2]))
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
-def test_parameters_are_those_that_are_published(name):
+def test_parameters_match_published_counts(name):
     g, (whole, active, without) = load(name), PUBLISHED[name]
     assert cg.param_count(g) / 1e9 == pytest.approx(whole, abs=digits(whole))
     met = (cg.param_count(g, active=True) - without) / 1e9
@@ -45,7 +45,7 @@ def test_parameters_are_those_that_are_published(name):
         assert met == pytest.approx(active, abs=digits(active))
 
 
-def test_active_parameters_are_a_formula():
+def test_active_parameters_are_symbolic():
     g = load("mixtral-8x7b", symbolic=True)
     D, E, k, Fe, L = cg.dims("D E k Fe L")
     idle = cg.param_count(g) - cg.param_count(g, active=True)
@@ -54,7 +54,7 @@ def test_active_parameters_are_a_formula():
 
 # -- caches ----------------------------------------------------------------------------------------------------------
 
-#: Elements that are kept for a token: 2*G*K a layer, or the latent vector and the rotated key.
+#: Cached elements per token: 2*G*K per layer, or the latent vector and the rotary key.
 KEPT = {
     "mixtral-8x7b": 32 * 2 * 8 * 128,
     "qwen3-30b-a3b": 48 * 2 * 4 * 128,
@@ -68,16 +68,16 @@ KEPT = {
     ("name", "options"),
     [*((n, {}) for n in sorted(KEPT)), *((n, {"absorbed": True}) for n in ("deepseek-v2-lite", "deepseek-v3"))],
 )
-def test_what_is_kept_of_a_token(name, options):
+def test_cache_bytes_per_token(name, options):
     g = load(name, **options)
     for step in (cg.prefill(g), cg.decode(g)):
         assert cg.cache_bytes(step, B=1, S=1) == 2 * KEPT[name]  # bf16
         assert cg.cache_bytes(step, B=3, S=1000) == 3000 * 2 * KEPT[name]
 
 
-def test_a_window_bounds_what_is_kept():
+def test_window_bounds_cache():
     step = cg.decode(load("gpt-oss-20b"))
-    # 12 layers keep all positions, 12 the last 128: 2 times 8 heads of 64 elements each
+    # 12 layers keep all positions, 12 the last 128: 2 times 8 heads with 64 elements each
     for length in (100, 128, 5000):
         assert cg.cache_bytes(step, B=1, S=length) == 2 * 2 * 8 * 64 * 12 * (length + min(length, 128))
 
@@ -86,20 +86,21 @@ def test_a_window_bounds_what_is_kept():
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3"])
-def test_absorbed_projections_have_the_same_parameters_and_other_products(name):
+def test_absorption_keeps_parameters_and_changes_matmuls(name):
     plain, absorbed = load(name, attention="eager"), load(name, attention="eager", absorbed=True)
     assert cg.param_count(plain) == cg.param_count(absorbed)
     n = plain.defaults
-    B, S, T = 3, 1, 4096  # one token of each of 3 sequences, 4096 positions with it
+    B, S, T = 3, 1, 4096  # one token in each of 3 sequences, with 4096 positions
     H, C, Kn, Kr, Kv = (n[k] for k in ("H", "C", "Kn", "Kr", "Kv"))
-    # keys and values of all positions, and products of heads; or two small products for the token, and of latents
+    # keys and values for all positions, and matmuls by head; or two small matmuls for the token, and matmuls with
+    # latents
     made = 2 * B * T * C * H * (Kn + Kv) + 2 * B * H * S * T * (Kn + Kr + Kv)
     small = 2 * B * S * H * C * (Kn + Kv) + 2 * B * H * S * T * (C + Kr + C)
     steps = [cg.matmul_flops(cg.decode(g), B=B, S=T) for g in (plain, absorbed)]
     assert steps[0] - steps[1] == n["L"] * (made - small)
 
 
-def test_absorbed_attention_reads_its_cache_once():
+def test_absorbed_attention_reads_cache_once():
     g = load("deepseek-v3", absorbed=True, symbolic=True)
     read = sum(
         r.amount.expr
@@ -107,7 +108,7 @@ def test_absorbed_attention_reads_its_cache_once():
         if r.direction == "read" and r.op == "layers/attention"
     )
     L, Ld, B, H, S, C, Kr = cg.dims("L Ld B H S C Kr")
-    # queries of C + Kr elements a head, and the C + Kr elements of each position: the values are part of the keys
+    # queries with C + Kr elements per head, and C + Kr elements per position: the values are part of the keys
     assert (read - 2 * (L - Ld) * B * (C + Kr) * (H + S)).expand() == 0
 
 
@@ -115,7 +116,7 @@ def test_absorbed_attention_reads_its_cache_once():
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])
-def test_routing_is_chosen_where_a_model_is_loaded(name):
+def test_routing_assumption_is_a_load_option(name):
     sizes = {"B": 2, "S": 3}
     balanced, expected = (load(name, routing=r) for r in ("balanced", "expected"))
     assert cg.matmul_flops(balanced, **sizes) == cg.matmul_flops(expected, **sizes)
@@ -135,20 +136,20 @@ def test_sizes_may_stay_open(name):
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
-def test_reports_are_made(name):
+def test_reports_are_consistent(name):
     assert name in str(cg.report(load(name), B=1, S=512))
 
 
-def test_what_a_model_does_not_have_is_refused():
+def test_unavailable_options_are_refused():
     with pytest.raises(cg.GraphError, match="absorbed=True, expected one of routing, capacity"):
         load("mixtral-8x7b", absorbed=True)
-    with pytest.raises(cg.GraphError, match="expected a factor with 'capacity' alone"):
+    with pytest.raises(cg.GraphError, match="expected a capacity factor with routing='capacity' only"):
         load("mixtral-8x7b", routing="capacity")
 
 
-# -- configurations as they are published ----------------------------------------------------------------------------
+# -- published configurations ----------------------------------------------------------------------------------------
 
-# what a file has beside the sizes: fields of the authors' own code among them
+# files have more fields than sizes, including some for the authors' own code
 V3 = {
     "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
     "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "bos_token_id": 0, "eos_token_id": 1,
@@ -209,45 +210,45 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_a_published_file_is_the_preset(name):
-    # the format that is given is that of all weights, whatever the file stores them in
+def test_published_files_match_presets(name):
+    # a given dtype applies to all weights, whatever the file says
     g, preset = cg.models.from_config(FILES[name], dtype="bf16"), load(name)
     assert g.defaults == preset.defaults
     assert cg.flops(g) == cg.flops(preset)
     assert cg.param_bytes(g) == cg.param_bytes(preset)
 
 
-def test_the_size_of_gpt_oss_is_that_of_its_checkpoint():
-    # total_size of the model.safetensors.index.json of openai/gpt-oss-20b
+def test_gpt_oss_bytes_match_checkpoint():
+    # total_size in the model.safetensors.index.json of openai/gpt-oss-20b
     assert cg.param_bytes(cg.models.from_config(GPT)) == 13_761_264_768
     for field, value in (("quant_method", "banana"), ("modules_to_not_convert", ["model.layers.*.mlp.experts"])):
         with pytest.raises(cg.UnsupportedError, match=r"banana|mlp.experts"):
             cg.models.from_config({**GPT, "quantization_config": {**GPT["quantization_config"], field: value}})
 
 
-def test_the_size_of_deepseek_v3_is_that_of_its_blocks():
+def test_deepseek_v3_bytes_match_block_scales():
     D, H, C, Cq, Kn, Kr, Kv, E, Fe, F, V = 7168, 128, 512, 1536, 128, 64, 128, 256, 2048, 18432, 129280
 
-    def blocks(rows, columns):  # a byte for each element, and a scale of 4 for each block of 128 x 128
+    def blocks(rows, columns):  # one byte per element, and a 4-byte scale per 128 x 128 block
         return rows * columns + 4 * -(-rows // 128) * -(-columns // 128)
 
     attention = blocks(Cq, D) + blocks(H * (Kn + Kr), Cq) + blocks(C + Kr, D) + blocks(H * (Kn + Kv), C)
-    attention += blocks(D, H * Kv) + 2 * (2 * D + Cq + C)  # and norms in bf16
+    attention += blocks(D, H * Kv) + 2 * (2 * D + Cq + C)  # plus bf16 norms
     dense = 2 * blocks(F, D) + blocks(D, F)
-    experts = (E + 1) * (2 * blocks(Fe, D) + blocks(D, Fe)) + 2 * E * D  # with the shared one, and a router in bf16
+    experts = (E + 1) * (2 * blocks(Fe, D) + blocks(D, Fe)) + 2 * E * D  # including the shared one, and a bf16 router
     g = cg.models.from_config(V3)
     ends = 2 * (2 * V * D + D)
     assert cg.param_bytes(g) == 61 * attention + 3 * dense + 58 * experts + ends
-    # the files on the Hub, 688,586,727,753 bytes, have a 62nd layer as well, with a table, a head and a mixing layer of
-    # its own in bf16, and headers that name 92,000 tensors
+    # The files on the Hub, 688,586,727,753 bytes, also have a 62nd layer with bf16 embedding, head and mixing layer,
+    # and headers with 92,000 tensor names.
     assert cg.param_bytes(g) + attention + experts + ends + 2 * 2 * D * D == pytest.approx(688_586_727_753, rel=3e-5)
     with pytest.raises(cg.UnsupportedError, match="expected moe_intermediate_size to be a multiple"):
         cg.models.from_config({**V3, "moe_intermediate_size": 2000})
 
 
 @each("name", sorted(FILES))
-def test_an_unknown_field_is_named(name):
-    with pytest.raises(cg.UnsupportedError, match=r"expert_dropout is 0.1, expected a field that is known"):
+def test_unknown_field_is_named(name):
+    with pytest.raises(cg.UnsupportedError, match=r"expert_dropout is 0.1, expected a known field"):
         cg.models.from_config({**FILES[name], "expert_dropout": 0.1})
 
 
@@ -260,7 +261,7 @@ def test_an_unknown_field_is_named(name):
         ("deepseek-v2-lite", "v_head_dim"),
     ],
 )  # fmt: skip
-def test_a_missing_field_is_named(name, field):
+def test_missing_field_is_named(name, field):
     with pytest.raises(cg.FormatError, match=f"{field}.* is missing, expected a whole number"):
         cg.models.from_config({k: v for k, v in FILES[name].items() if k != field})
 
@@ -275,11 +276,11 @@ def test_a_missing_field_is_named(name, field):
         ("deepseek-v2-lite", "topk_method", "noaux_tc"), ("qwen3-30b-a3b", "hidden_act", "swish2"),
     ],
 )  # fmt: skip
-def test_what_is_not_declared_is_refused(name, field, value):
+def test_unsupported_structures_are_refused(name, field, value):
     with pytest.raises(cg.UnsupportedError, match=f"{field} is "):
         cg.models.from_config({**FILES[name], field: value})
 
 
-def test_more_experts_than_there_are_is_a_clean_error():
-    with pytest.raises(cg.FormatError, match=r"E=8, k=9: .*expected a whole number that is not negative"):
+def test_choosing_more_experts_than_exist_is_refused():
+    with pytest.raises(cg.FormatError, match=r"E=8, k=9: .*expected a nonnegative integer"):
         cg.models.from_config({**MIXTRAL, "num_experts_per_tok": 9})

@@ -1,4 +1,4 @@
-"""Recurrent models: published sizes, what decode keeps of them, and configurations from outside."""
+"""Recurrent models: published sizes, decode state, and configurations."""
 
 import pytest
 from budget import in_part
@@ -11,13 +11,13 @@ NAMES = sorted(
     n for n in cg.models.names() if n.startswith(("mamba", "rwkv", "linear-attention", "xlstm", "lstm", "gru"))
 )
 
-# -- parameters, by hand from what the papers say of a layer ----------------------------------------------------------
+# -- parameters, by hand from the papers' layer definitions -----------------------------------------------------------
 
 
 def mamba(V, D, L):
     E, N, R, W = 2 * D, 16, D // 16, 4
     projections = D * 2 * E + E * (R + 2 * N) + R * E + E * D
-    return V * D + L * (projections + E * W + E + E + E * N + E + D) + D  # conv, dt, A, skip and norm behind them
+    return V * D + L * (projections + E * W + E + E + E * N + E + D) + D  # conv, dt, A, skip, and the final norm
 
 
 def mamba2(V, D, L, *, H=None, G=1, tied=True):
@@ -28,7 +28,7 @@ def mamba2(V, D, L, *, H=None, G=1, tied=True):
 
 
 def rwkv7(V, D, L, w, a, v, g):
-    """Peng et al. 2025, appendix on parameters: the first layer has no residual of values."""
+    """Peng et al. 2025, parameter appendix: the first layer has no value residual."""
     return 2 * D * V + 4 * D + L * D * (12 * D + 2 * (w + a + v + g) + 19) - (2 * D * v + D)
 
 
@@ -56,7 +56,7 @@ PARAMETERS = {
     **{f"gru-ptb-{n}": rnn(10000, D, 2, 3) for n, D in (("small", 200), ("medium", 650), ("large", 1500))},
 }
 
-#: Millions, as Beck et al. 2024 (arXiv 2405.04517) print them beside width, blocks and heads.
+#: Millions of parameters, as Beck et al. 2024 (arXiv 2405.04517) print them with width, blocks and heads.
 XLSTM = {
     "xlstm-125m": 163.8, "xlstm-350m": 409.3, "xlstm-760m": 840.4, "xlstm-1.3b": 1422.6,
     "xlstm-125m-7-1": 163.7, "xlstm-350m-7-1": 408.4, "xlstm-760m-7-1": 839.7,
@@ -64,25 +64,25 @@ XLSTM = {
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters(name):
+def test_parameters_match_hand_counts(name):
     assert cg.param_count(load(name)) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", XLSTM)
-def test_parameters_of_xlstm(name):
+def test_xlstm_parameters_match_paper(name):
     assert round(cg.param_count(load(name)) / 1e6, 1) == XLSTM[name]
 
 
-def test_published_numbers():
-    # safetensors of state-spaces/mamba-130m-hf and mamba-2.8b-hf, of NX-AI/xLSTM-7b; the RWKV-7 World models
+def test_parameters_match_published_checkpoints():
+    # safetensors in state-spaces/mamba-130m-hf, mamba-2.8b-hf and NX-AI/xLSTM-7b; the RWKV-7 World models
     numbers = {"mamba-130m": 129135360, "mamba-2.8b": 2768345600, "xlstm-7b": 6865424896, "rwkv-7-0.1b": 191034624}
     numbers |= {"rwkv-7-2.9b": 2947735040}
     assert {n: cg.param_count(load(n)) for n in numbers} == numbers
 
 
-# -- all that is asked of a model -------------------------------------------------------------------------------------
+# -- supported questions ----------------------------------------------------------------------------------------------
 
-# one of each family, and of each way to run it
+# one per family, and per implementation
 WAYS = [
     ("mamba-130m", {}), ("mamba-130m", {"scan": "ops"}), ("mamba2-130m", {}), ("mamba2-130m", {"scan": "ops"}),
     ("mamba2-130m", {"form": "chunked"}), ("mamba-codestral-7b", {"form": "chunked", "scan": "ops"}),
@@ -94,13 +94,13 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("name", "options"), in_part([pytest.param(*way) for way in WAYS], 0, 4))
-def test_report_training_step_and_symbols(name, options):
+def test_report_training_step_and_symbolic_sizes(name, options):
     g = load(name, **options)
     sizes = {"B": 1, "S": 512}
     assert cg.report(g, **sizes).figures["params"].value == cg.param_count(g)
     step = training_step(g)
     forward, whole = (cg.matmul_flops(t, B=1) for t in (g, step))
-    # the table of embeddings has no product in the forward pass, so that 3 times is a little too much or little
+    # the embedding has no matmul in the forward pass, so 3 times is slightly off in either direction
     assert 2.5 < whole.subs("S", 512) / forward.subs("S", 512) < 3.6
     assert {str(n) for n in cg.matmul_flops(step).free_symbols} <= {"B", "S"}
     opened = load(name, symbolic=True, **options)
@@ -111,16 +111,16 @@ def test_report_training_step_and_symbols(name, options):
 @pytest.mark.parametrize(
     "name", ["mamba-130m", "mamba2-130m", "rwkv-7-0.1b", "xlstm-125m-7-1", "lstm-ptb-medium", "linear-attention-mnist"]
 )
-def test_costs_are_linear_in_the_number_of_positions(name):
+def test_costs_are_linear_in_sequence_length(name):
     g = load(name)
     S = cg.dims("S")
     for formula in (cg.flops(g, B=1), cg.bytes_moved(g, B=1), cg.flops(training_step(g), B=1)):
         assert formula.as_poly(S).degree() == 1
 
 
-def test_dropout_is_drawn_where_the_reference_draws_it():
+def test_dropout_positions_match_reference():
     g = load("lstm-ptb-medium", dropout=0.5)
-    # behind the embedding and behind each layer
+    # after the embedding and after each layer
     assert sorted(op.name for op in g.walk() if op.kind.name == "dropout") == ["dropout", "layers/dropout"]
 
 
@@ -131,7 +131,7 @@ def conv(channels, window=4):
     return channels * window * 2  # bf16
 
 
-#: Bytes that a sequence leaves behind, whatever its length: states in fp32, what windows and shifts see in bf16.
+#: Cache bytes per sequence, independent of its length: fp32 states, and bf16 inputs of windows and token shifts.
 KEPT = {
     "mamba-130m": 24 * (1536 * 16 * 4 + conv(1536)),
     "mamba2-130m": 24 * (1536 * 128 * 4 + conv(1536 + 2 * 128)),
@@ -145,25 +145,25 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_is_kept_is_as_large_at_any_length(name):
+def test_cache_size_is_independent_of_length(name):
     g = load(name)
     assert cg.cache_bytes(cg.prefill(g), B=1, S=700) == KEPT[name]
     step = cg.decode(g)
     assert "S" not in {str(n) for n in cg.bytes_moved(step).free_symbols}
-    # 2 for each parameter but tables, vectors and convolutions, and the products with the state
+    # 2 per parameter except tables, vectors and convolutions, and the matmuls with the state
     assert cg.matmul_flops(step, B=1, S=700) < 2.3 * cg.param_count(g)
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_prompt_in_steps_is_the_prompt(name):
-    """As many products, but for the results of convolutions behind the last position, which a step does not make."""
+def test_stepwise_prefill_costs_match_prefill(name):
+    """FLOPs are equal, except for convolution results past the last position, which a step does not compute."""
     g = load(name)
     whole, step = cg.matmul_flops(g, B=1).as_poly(cg.dims("S")), cg.matmul_flops(cg.decode(g), B=1, S=700)
     assert whole.coeff_monomial(cg.dims("S")) == step
 
 
 @each(("name", "text"), [("mamba2-130m", "S/Q"), ("xlstm-7b", "S/Q")])
-def test_chunks_are_no_steps_of_inference(name, text):
+def test_chunked_inference_step_is_refused(name, text):
     with pytest.raises(cg.UnsupportedError) as caught:
         cg.decode(load(name, form="chunked"))
     assert text in str(caught.value)
@@ -172,7 +172,7 @@ def test_chunks_are_no_steps_of_inference(name, text):
 @pytest.mark.parametrize(
     ("name", "options"), [("mamba2-130m", {"form": "chunked"}), ("xlstm-7b", {}), ("gru-ptb-small", {})]
 )
-def test_files(name, options, tmp_path):
+def test_costs_survive_save_and_load(name, options, tmp_path):
     g = load(name, **options)
     for made in (cg.training_step(g), *([] if options else [cg.decode(g)])):
         cg.save(made, tmp_path / "g.json")
@@ -182,20 +182,20 @@ def test_files(name, options, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mamba-130m", "rwkv-7-0.1b", "linear-attention-mnist"])
-def test_the_least_traffic_of_a_step_reads_and_writes_the_states_however_it_is_run(name):
+def test_least_step_traffic_reads_and_writes_states(name):
     kernel, ops = (
         cg.bytes_moved(cg.decode(load(name, scan=scan)), fused=True, B=1, S=512) for scan in ("kernel", "ops")
     )
     assert kernel == ops
 
 
-def test_a_length_that_is_no_multiple_of_the_chunk():
+def test_length_not_divisible_by_chunk_is_refused():
     with pytest.raises(cg.BindingError) as caught:
         cg.flops(load("mamba2-130m", form="chunked"), B=1, S=300)
     assert "75/64" in str(caught.value)
 
 
-# -- structure that is refused ----------------------------------------------------------------------------------------
+# -- structures that are refused --------------------------------------------------------------------------------------
 
 
 @each(
@@ -204,28 +204,28 @@ def test_a_length_that_is_no_multiple_of_the_chunk():
         ("mamba-130m", {"scan": "fused"}, "scan 'fused', expected one of kernel, ops"),
         ("mamba2-130m", {"form": "parallel"}, "form='parallel', expected 'recurrent' or 'chunked'"),
         ("xlstm-7b", {"form": None}, "form=None, expected 'recurrent' or 'chunked'"),
-        ("xlstm-125m", {"slstm": (3, 1)}, "slstm=(3, 1), expected a tuple of places in ascending order"),
-        ("xlstm-125m", {"slstm": [1]}, "slstm=[1], expected a tuple of places"),
-        ("xlstm-125m", {"slstm": (True,)}, "slstm=(True,), expected a tuple of places"),
+        ("xlstm-125m", {"slstm": (3, 1)}, "slstm=(3, 1), expected a tuple of block positions in ascending order"),
+        ("xlstm-125m", {"slstm": [1]}, "slstm=[1], expected a tuple of block positions"),
+        ("xlstm-125m", {"slstm": (True,)}, "slstm=(True,), expected a tuple of block positions"),
         ("rwkv-7-0.1b", {"tied": True}, "tied=True, expected one of scan"),
     ],
 )
-def test_unknown_structure(name, options, text):
+def test_unknown_structure_is_refused(name, options, text):
     with pytest.raises(cg.GraphError) as caught:
         load(name, **options)
     assert text in str(caught.value)
 
 
-def test_as_many_layers_as_their_places_need():
+def test_invalid_depths_are_refused():
     with pytest.raises(cg.BindingError):
         cg.param_count(load("xlstm-125m-7-1"), L=20)
     with pytest.raises(cg.BindingError):
         cg.param_count(load("rwkv-7-0.1b"), L=1)
 
 
-# -- configurations from outside --------------------------------------------------------------------------------------
+# -- external configurations ------------------------------------------------------------------------------------------
 
-# as on the hub
+# as on the Hugging Face hub
 MAMBA = {
     "architectures": ["MambaForCausalLM"], "bos_token_id": 0, "conv_kernel": 4, "d_inner": 1536, "d_model": 768,
     "eos_token_id": 0, "expand": 2, "fused_add_norm": True, "hidden_act": "silu", "hidden_size": 768,
@@ -261,7 +261,7 @@ XLSTM_7B = {
 
 
 @each(("fields", "name"), [(MAMBA, "mamba-130m"), (CODESTRAL, "mamba-codestral-7b"), (XLSTM_7B, "xlstm-7b")])
-def test_configurations_of_the_presets(fields, name):
+def test_configurations_match_presets(fields, name):
     found, preset = cg.models.from_config(fields, dtype="bf16"), load(name)
     assert found.defaults == preset.defaults
     assert cg.flops(found) == cg.flops(preset)
@@ -270,7 +270,7 @@ def test_configurations_of_the_presets(fields, name):
 @each(
     ("fields", "changed", "error", "text"),
     [
-        (MAMBA, {"scan_layers": 3}, cg.UnsupportedError, "scan_layers is 3, expected a field that is known"),
+        (MAMBA, {"scan_layers": 3}, cg.UnsupportedError, "scan_layers is 3, expected a known field"),
         (MAMBA, {"hidden_size": None}, cg.FormatError, "hidden_size is missing, expected a whole number"),
         (MAMBA, {"d_inner": 1024}, cg.UnsupportedError, "d_inner is 1024, expected 1536"),
         (MAMBA, {"hidden_act": "gelu"}, cg.UnsupportedError, "hidden_act is 'gelu', expected 'silu' or 'swish'"),
@@ -285,24 +285,24 @@ def test_configurations_of_the_presets(fields, name):
         (CODESTRAL, {"rms_norm": False}, cg.UnsupportedError, "rms_norm is False, expected True"),
         (XLSTM_7B, {"weight_mode": "fused"}, cg.UnsupportedError, "weight_mode is 'fused', expected 'single'"),
         (XLSTM_7B, {"use_bias": True}, cg.UnsupportedError, "use_bias is True, expected False"),
-        (XLSTM_7B, {"num_heads": 7}, cg.FormatError, "keys of 2048 and values of 4096 in num_heads = 7, expected"),
+        (XLSTM_7B, {"num_heads": 7}, cg.FormatError, "key size 2048 and value size 4096 with num_heads 7, expected"),
         (XLSTM_7B, {"inference_state_dtype": "bfloat16"}, cg.UnsupportedError, "inference_state_dtype is 'bfloat16'"),
-        (MAMBA, {"architectures": ["RwkvForCausalLM"]}, cg.UnsupportedError, "'RwkvForCausalLM' is not known"),
+        (MAMBA, {"architectures": ["RwkvForCausalLM"]}, cg.UnsupportedError, "'RwkvForCausalLM' is unknown"),
         (
             MAMBA,
             {"architectures": ["FalconMambaForCausalLM"]},
             cg.UnsupportedError,
-            "'FalconMambaForCausalLM' is not known",
+            "'FalconMambaForCausalLM' is unknown",
         ),
     ],
 )
-def test_configurations_that_are_not_understood(fields, changed, error, text):
+def test_unsupported_configurations_are_refused(fields, changed, error, text):
     with pytest.raises(error) as caught:
         cg.models.from_config({**fields, **changed})
     assert text in str(caught.value)
 
 
-def test_a_rank_that_is_left_to_the_width():
+def test_default_rank_follows_width():
     for fields in ({**MAMBA, "time_step_rank": "auto"}, {k: v for k, v in MAMBA.items() if k != "time_step_rank"}):
         assert cg.models.from_config(fields).defaults["R"] == 48
         assert cg.models.from_config({**fields, "hidden_size": 24, "d_model": 24, "d_inner": 48,

@@ -1,4 +1,4 @@
-"""What every model of the zoo keeps: sizes as defaults, formulas, a step of training, inference, a report."""
+"""Properties of every zoo model: default sizes, formulas, training steps, inference, and reports."""
 
 import json
 
@@ -12,12 +12,12 @@ from costgraph.ir.graph import known_names
 from costgraph.models import registry
 from costgraph.models.registry import FAMILIES
 
-#: What a caller brings: sequences or images, positions, positions of what a decoder reads.
+#: Dimensions the caller chooses: batch, input length, and decoder length.
 OPEN = {"B": 2, "S": 7, "M": 5}
 
 
 def point(g):
-    """Sizes of what is left open."""
+    """Return values for the open dimensions."""
     return {k: v for k, v in OPEN.items() if k in known_names(g) and k not in g.defaults}
 
 
@@ -29,7 +29,7 @@ PARAMETERS = json.loads(registry.PARAMETERS.read_text(encoding="utf-8"))
 
 
 def parameters(name):
-    """As kept, which another test holds the declaration to: each worker would build all models to know it."""
+    """Return the recorded count, which another test checks; otherwise each worker would build every model."""
     return PARAMETERS[name] if name in PARAMETERS else cg.param_count(models.load(name))
 
 
@@ -38,13 +38,13 @@ SMALLEST = [min(family.presets, key=parameters) for family in FAMILIES]
 
 
 def sample(*names):
-    """Return the smallest models, all but some of them marked long."""
+    """Return the smallest models, most of them marked long."""
     assert {*names} <= {*SMALLEST}
     return [pytest.param(n, marks=() if n in names else pytest.mark.long) for n in SMALLEST]
 
 
 def loss_of(g):
-    """What is trained: the loss that a model names, or the mean of what it returns."""
+    """Return the loss that a model names, or else the mean of its output."""
     if g.loss is not None:
         return None
 
@@ -61,7 +61,7 @@ def loss_of(g):
 @pytest.mark.parametrize(
     "name", in_part([n for n in models.names() if n not in SMALLEST], 0, 20) + in_part(SMALLEST, 0)
 )
-def test_sizes_are_bound_but_for_what_a_caller_brings(name):
+def test_defaults_bind_all_but_caller_dimensions(name):
     g = load(name)
     asked = (cg.flops(g), cg.param_count(g), cg.param_bytes(g), cg.bytes_moved(g))
     free = {s.name for formula in asked for s in getattr(formula, "free_symbols", ())}
@@ -69,11 +69,11 @@ def test_sizes_are_bound_but_for_what_a_caller_brings(name):
     assert free <= set(OPEN)
     assert cg.param_count(g) == PARAMETERS.get(name, cg.param_count(g))
     assert isinstance(cg.param_count(g), int)
-    assert set(g.defaults) <= known_names(g)  # each says something
+    assert set(g.defaults) <= known_names(g)  # each one is used
     assert name in repr(g)
 
 
-def test_names_are_those_that_users_write():
+def test_model_names_follow_naming_rules():
     assert [n for n in models.names() if n != n.lower() or "_" in n] == []
 
 
@@ -81,7 +81,7 @@ def test_names_are_those_that_users_write():
 
 
 @pytest.mark.parametrize("name", sample("bert-base", "mamba-130m", "mixtral-8x7b", "resnet18", "t5-small"))
-def test_symbolic_is_the_same_graph_with_all_sizes_open(name):
+def test_symbolic_model_binds_to_same_costs(name):
     preset, symbolic = load(name), load(name, symbolic=True)
     assert symbolic.defaults == {}
     for question in (cg.flops, cg.bytes_moved, cg.param_count):
@@ -104,21 +104,21 @@ def test_every_option_builds_and_binds(name, attention, dtype):
 
 
 @pytest.mark.parametrize("name", sample("alexnet", "dlrm-small", "mamba-130m", "qwen1.5-moe-a2.7b", "t5-small"))
-def test_a_step_of_training(name):
+def test_training_step_flops_and_state(name):
     g = load(name)
     step = cg.training_step(g, loss_of(g), optimizer=cg.AdamW(), precision="bf16")
     at = {k: v for k, v in OPEN.items() if k in known_names(step) and k not in step.defaults}
     forward, whole = cg.matmul_flops(g, **at), cg.matmul_flops(step, **at)
-    # a product has two in its backward pass, but for those whose operands want no gradient; kernels compute some again
+    # Each matmul has two in the backward pass, unless an operand needs no gradient; kernels recompute some.
     assert 2 * forward < whole < 4.1 * forward
-    # weights and gradients in bf16, two moments in fp32
+    # bf16 weights and gradients, two fp32 moments
     state = cg.state_bytes(step, **at)
     assert state.params == cg.param_bytes(g)
     assert cg.peak_memory(step, **at) > state.total
 
 
 @pytest.mark.parametrize("name", sample("alexnet", "gpt2", "lstm-ptb-small", "whisper-tiny"))
-def test_a_report(name):
+def test_report_is_consistent(name):
     g = load(name)
     text = str(cg.report(g, "h100-sxm", **point(g)))
     assert "parameters" in text
@@ -134,7 +134,7 @@ def test_plots(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", sample("dlrm-small", "gemma-3-1b", "lstm-ptb-small", "resnet18"))
-def test_a_file_says_the_same(name, tmp_path):
+def test_costs_survive_save_and_load(name, tmp_path):
     g = load(name)
     cg.save(g, tmp_path / "g.json")
     again = cg.load(tmp_path / "g.json")
@@ -146,9 +146,9 @@ def test_a_file_says_the_same(name, tmp_path):
 # -- inference -------------------------------------------------------------------------------------------------
 
 
-#: One model for each kind of cache: keys and values, windows, latent vectors, states, and an encoder's output.
+#: One model per cache type: keys and values, windows, latent vectors, recurrent states, and encoder output.
 ONE_OF_A_KIND = {"deepseek-v3", "gemma-3-1b", "gpt2", "mamba2-130m", "rwkv-7-0.1b", "t5-small", "xlstm-125m-7-1"}
-#: What may take tokens and return logits; BERT fills in and CLIP compares.
+#: Models that may accept tokens and return logits; BERT fills masks and CLIP compares.
 GENERATING = [n for n in SMALLEST if not n.startswith(("bert", "clip"))]
 
 
@@ -159,23 +159,23 @@ GENERATING = [n for n in SMALLEST if not n.startswith(("bert", "clip"))]
         for n in sorted({*GENERATING, "deepseek-v3", "xlstm-125m-7-1"})
     ],
 )
-def test_steps_of_one_token_add_up_to_the_prompt(name):
-    # not absorbed, keys and values of all positions are made again at each step
+def test_single_token_steps_add_up_to_prefill(name):
+    # without absorption, each step recomputes keys and values of all positions
     g = load(name, **({"absorbed": True} if name.startswith("deepseek") else {}))
     if "S" not in known_names(g):
         pytest.skip("takes no tokens")
     step, at = cg.decode(g), {**point(g), "S": 4}
     assert cg.param_count(step) == cg.param_count(g)
     assert cg.cache_bytes(step, **_of(step, at)) == cg.cache_bytes(cg.prefill(g), **at)
-    # where nothing else runs in the prompt, such as an encoder, and no convolution has padding behind it
+    # holds where the prompt runs nothing else, such as an encoder, and no convolution pads its end
     if not any(getattr(op.kind, "causal", None) for op in g.walk()) and "M" not in known_names(g):
         steps = [cg.matmul_flops(step, **_of(step, {**at, "S": s})) for s in range(1, at["S"] + 1)]
         assert sum(steps) == cg.matmul_flops(g, **at)
 
 
 @pytest.mark.parametrize("name", ["bert-base", "clip-vit-b-32"])
-def test_what_does_not_generate_says_so(name):
-    with pytest.raises(cg.GraphError, match=f"nothing in graph '{name}' is kept between steps"):
+def test_models_without_generation_are_refused(name):
+    with pytest.raises(cg.GraphError, match=f"graph '{name}' keeps no state between steps"):
         cg.decode(load(name))
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what each routing assumption makes of FLOPs, bytes, parameters, gradients and steps."""
+"""Mixtures of experts: FLOPs, bytes, parameters, gradients and steps under each routing assumption."""
 
 from fractions import Fraction
 from itertools import combinations, product
@@ -22,7 +22,7 @@ def mixture(experts=8, chosen=2, grad=False, tokens=(T,), **options):
 
 
 def expert_bytes(g, **dims):
-    """Bytes that the products by expert read of their weights, which are in bf16."""
+    """Return the bytes that grouped matmuls read from their bf16 weights."""
     sizes = {name: poly(size) for name, size in dims.items()}
     return sum(2 * op.kind.reads(op)[1].bind(sizes).constant for op in g.walk() if op.kind.name == "grouped")
 
@@ -31,44 +31,44 @@ def expert_bytes(g, **dims):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 1000])
-def test_balanced_rows_touch_as_many_experts_as_there_are_rows(tokens):
-    # gate and up are one matrix (D, 2*F), down one (F, D): 3*D*F elements of each expert, 2 B each
+def test_balanced_routing_touches_one_expert_per_row(tokens):
+    # gate and up are one (D, 2*F) matrix, down is (F, D): 3*D*F elements per expert, 2 B each
     read = expert_bytes(mixture(), T=tokens, D=5, F=7)
     assert read == min(8, 2 * tokens) * 3 * 5 * 7 * 2
 
 
-def test_products_count_the_rows_that_are_chosen():
+def test_matmul_flops_count_chosen_rows():
     g = mixture(E, k)
-    # router 2*T*D*E; gate, up and down 2*D*F each, for k rows a token
+    # router 2*T*D*E; gate, up and down 2*D*F each, for k rows per token
     assert cg.matmul_flops(g) - (2 * T * D * E + 3 * 2 * D * F * k * T) == 0
     assert cg.matmul_flops(g, count="full") == cg.matmul_flops(g)
 
 
-def test_nothing_is_multiplied_by_a_one_hot_matrix():
+def test_dispatch_uses_no_one_hot_matmul():
     products = [op for op in mixture().walk() if op.kind.name in ("einsum", "grouped") and op.results]
     assert sorted(op.kind.name for op in products) == ["einsum", "grouped", "grouped"]
 
 
-def test_rows_are_gathered_and_added_up():
+def test_dispatch_gathers_rows_and_combine_sums_them():
     g = mixture()
 
     def moved(op, direction):
         return sum(r.amount.expr for r in cg.costs(g) if r.op == f"moe/experts/{op}" and r.direction == direction)
 
-    # two rows a token, 2 B an element, with an index of 8 B each
+    # two rows per token, 2 B per element, with an 8 B index each
     assert (moved("permute", "read") - (2 * 2 * T * D + 8 * 2 * T)).expand() == 0
     assert (moved("permute", "write") - 2 * 2 * T * D).expand() == 0
-    # the rows, where they are, and weights of them in fp32; one row a token is written
+    # rows, their indices, and their fp32 weights; one row per token is written
     assert (moved("combine", "read") - (2 * 2 * T * D + (8 + 4) * 2 * T)).expand() == 0
     assert (moved("combine", "write") - 2 * T * D).expand() == 0
 
 
-def test_memory_holds_all_experts_whatever_is_read():
+def test_memory_includes_all_experts():
     g = mixture()
     assert cg.param_count(g, D=5, F=7) == 8 * 3 * 5 * 7 + 8 * 5
     assert cg.peak_memory(g, T=1, D=5, F=7) > cg.param_bytes(g, D=5, F=7)
     fused = cg.bytes_moved(g, fused=True, T=1, D=5, F=7)
-    # x and y, the router's matrix, two experts
+    # x and y, the router matrix, two experts
     assert fused == 2 * 5 * 2 + 8 * 5 * 2 + 2 * 3 * 5 * 7 * 2
 
 
@@ -76,30 +76,30 @@ def test_memory_holds_all_experts_whatever_is_read():
 
 
 def mean_touched(experts, chosen, tokens):
-    """Experts that are chosen at least once, in the mean over everything that the tokens may choose."""
+    """Return the mean number of distinct experts chosen, averaged over all possible choices."""
     each = [set(found) for found in combinations(range(experts), chosen)]
     found = [len(set().union(*every)) for every in product(each, repeat=tokens)]
     return Fraction(sum(found), len(found))
 
 
 @pytest.mark.parametrize(("experts", "chosen", "tokens"), [(4, 2, 1), (4, 2, 3), (5, 1, 4), (3, 3, 2), (5, 4, 2)])
-def test_expected_experts_are_the_mean_over_all_choices(experts, chosen, tokens):
+def test_expected_experts_match_enumeration(experts, chosen, tokens):
     g = mixture(E, k, routing="expected")
     dims = {"E": experts, "k": chosen, "T": tokens, "D": 5, "F": 7}
     assert Fraction(expert_bytes(g, **dims)) == pytest.approx(mean_touched(experts, chosen, tokens) * 3 * 5 * 7 * 2)
     assert cg.matmul_flops(g, **dims) == cg.matmul_flops(mixture(E, k), **dims)
 
 
-def test_the_formula_of_expected_experts_is_the_one_that_is_stated():
+def test_expected_experts_follow_documented_formula():
     g = mixture(E, k, routing="expected", tokens=(B, S))
     read = cg.bytes_moved(g, fused=True)
     stated = 6 * D * F * E * (1 - (1 - k / E) ** (B * S)) + 2 * D * E + 4 * B * S * D
     assert (read - stated).expand() == 0
-    # 128 experts of which 8: 8 of them for one token, all but (15/16)**64 of them for 64
+    # 8 of 128 experts: 8 are read for one token, all but (15/16)**64 of them for 64
     assert cg.evaluate(E * (1 - (1 - k / E) ** T), E=128, k=8, T=64) == pytest.approx(128 * (1 - (15 / 16) ** 64))
 
 
-def test_expected_is_never_more_than_balanced():
+def test_expected_bytes_do_not_exceed_balanced():
     for tokens in (1, 2, 7, 100):
         dims = {"T": tokens, "D": 3, "F": 5}
         assert expert_bytes(mixture(routing="expected"), **dims) <= expert_bytes(mixture(), **dims)
@@ -110,7 +110,7 @@ def test_expected_is_never_more_than_balanced():
 
 @pytest.mark.parametrize("factor", [1, 1.25, 1.1, Fraction(3, 2), 0.5])
 @pytest.mark.parametrize("tokens", [3, 11, 16])
-def test_a_capacity_is_computed_whether_it_is_filled_or_not(factor, tokens):
+def test_capacity_slots_are_computed_even_if_empty(factor, tokens):
     g = mixture(routing="capacity", capacity=factor)
     room = ceil(Fraction(str(factor)) * tokens * 2 / 8)
     dims = {"T": tokens, "D": 5, "F": 7}
@@ -118,7 +118,7 @@ def test_a_capacity_is_computed_whether_it_is_filled_or_not(factor, tokens):
     assert expert_bytes(g, **dims) == 8 * 3 * 5 * 7 * 2
 
 
-def test_a_capacity_may_be_a_symbol():
+def test_capacity_may_be_symbolic():
     c = cg.dims("c")
     g = mixture(E, k, routing="capacity", capacity=c)
     dims = {"E": 4, "k": 2, "T": 6, "D": 5, "F": 7}
@@ -128,10 +128,10 @@ def test_a_capacity_may_be_a_symbol():
 # -- parameters ------------------------------------------------------------------------------------------------------
 
 
-def test_active_parameters_are_those_of_the_chosen_experts():
+def test_active_parameters_count_chosen_experts():
     g = mixture(E, k, bias=True, router_bias=True)
     idle = cg.param_count(g) - cg.param_count(g, active=True)
-    # three matrices, and biases of 2*F and D elements, of the experts that a token does not choose
+    # three matrices, and biases of 2*F and D elements, for each expert that a token does not choose
     assert (idle - (E - k) * (3 * D * F + 2 * F + D)).expand() == 0
 
 
@@ -146,7 +146,7 @@ def test_active_parameters_follow_casts_and_loops():
     assert cg.param_count(cg.apply_precision(g, "bf16-mixed"), active=True, T=2, D=3, F=5, L=7) == 7 * (24 + 135)
 
 
-def test_active_is_a_switch():
+def test_active_option_must_be_boolean():
     with pytest.raises(cg.GraphError, match="param_count: active is 1, expected True or False"):
         cg.param_count(mixture(), active=1)
 
@@ -155,7 +155,7 @@ def test_active_is_a_switch():
 
 
 @pytest.mark.parametrize("options", [{}, {"routing": "expected"}, {"routing": "capacity", "capacity": 1.25}])
-def test_a_step_of_training_multiplies_three_times(options):
+def test_training_step_has_three_times_forward_matmuls(options):
     g = mixture(grad=True, **options)
     with g:
         g.output(cg.reduce(g.outputs.pop(), "t d -> ", "mean"))
@@ -169,7 +169,7 @@ def test_a_step_of_training_multiplies_three_times(options):
     assert sizes["moe/router/gate/weight"] == (D, 8)
 
 
-def test_gradients_of_experts_are_written_whole():
+def test_expert_gradients_are_written_whole():
     g = mixture()
     with g:
         g.output(cg.reduce(g.outputs.pop(), "t d -> ", "mean"))
@@ -179,7 +179,7 @@ def test_gradients_of_experts_are_written_whole():
 
 
 def stacked(**options):
-    """Two layers that add what a mixture makes, and their gradients."""
+    """Build two layers with a residual mixture each, and their gradients."""
     with cg.Graph("g") as g:
         x = g.input("x", (T, D), grad=True)
         y = cg.repeat(2, lambda x: x + cg.nn.moe(x, 4, k, F, **options), x, name="layers")
@@ -188,7 +188,7 @@ def stacked(**options):
 
 
 @pytest.mark.parametrize("options", [{}, {"gated": False}, {"routing": "capacity", "capacity": 0.75}])
-def test_weights_inside_the_experts_leave_the_same_numbers_and_keep_less(options):
+def test_weighting_inside_experts_saves_less(options):
     outside, inside = stacked(**options), stacked(weigh="inside", **options)
     one, other = (testing.run(g, T=5, D=3, F=7, k=2) for g in (outside, inside))
     assert other.gradients.keys() == one.gradients.keys()
@@ -196,7 +196,7 @@ def test_weights_inside_the_experts_leave_the_same_numbers_and_keep_less(options
         np.testing.assert_allclose(other.gradients[name], found, rtol=1e-12, err_msg=name)
     assert one.matmul == other.matmul
     if not options:
-        # k rows of each token: what experts make, of D elements, and silu of the gate, of F, in fp32
+        # k rows per token: fp32 expert outputs with D elements, and silu of the gate with F elements
         spared = cg.saved_bytes(outside)["layers"] - cg.saved_bytes(inside)["layers"]
         assert (spared - 4 * k * T * (D + F)).expand() == 0
 
@@ -213,7 +213,7 @@ def decoder(**options):
 
 
 @pytest.mark.parametrize("new", [1, 3])
-def test_a_step_of_decode_touches_what_its_new_tokens_choose(new):
+def test_decode_step_touches_experts_of_new_tokens(new):
     step = cg.decode(decoder(), new)
     for batch in (1, 2, 5):
         dims = {"B": batch, "S": 17, "D": 5, "F": 7}
@@ -223,7 +223,7 @@ def test_a_step_of_decode_touches_what_its_new_tokens_choose(new):
 
 
 @pytest.mark.parametrize("options", [{"routing": "expected"}, {"routing": "capacity", "capacity": 2}])
-def test_every_routing_follows_the_tokens_of_a_step(options):
+def test_routing_assumptions_follow_step_tokens(options):
     g, dims = decoder(**options), {"B": 3, "D": 5, "F": 7}
     step, one = cg.decode(g), cg.prefill(g)
     assert expert_bytes(step, S=17, **dims) == expert_bytes(one, S=1, **dims)
@@ -247,15 +247,15 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     "name",
-    # their options are those of other cases as well
+    # other cases cover their options
     [pytest.param(n, marks=pytest.mark.long) if n in ("balanced", "groups") else n for n in sorted(OPTIONS)],
 )
-def test_a_mixture_keeps_the_laws(name):
+def test_mixture_satisfies_laws(name):
     testing.check(mixture(4, 2, **OPTIONS[name]), **SMALL)
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
-def test_a_mixture_is_the_same_from_a_file(name, tmp_path):
+def test_mixture_survives_save_and_load(name, tmp_path):
     g = mixture(4, 2, **OPTIONS[name])
     cg.save(g, tmp_path / "g.json")
     again = cg.load(tmp_path / "g.json")
@@ -264,7 +264,7 @@ def test_a_mixture_is_the_same_from_a_file(name, tmp_path):
     assert cg.param_count(again, active=True) == cg.param_count(g, active=True)
 
 
-def test_gradients_of_experts_are_the_same_from_a_file(tmp_path):
+def test_expert_gradients_survive_save_and_load(tmp_path):
     g = mixture(4, 2)
     with g:
         g.output(cg.reduce(g.outputs.pop(), "t d -> ", "mean"))
@@ -276,48 +276,48 @@ def test_gradients_of_experts_are_the_same_from_a_file(tmp_path):
         assert ask(again, **SMALL) == ask(step, **SMALL)
 
 
-# -- refused ---------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"routing": "even"}, "routing 'even', expected one of balanced, expected, capacity"),
-        ({"routing": "capacity"}, "expected a factor with 'capacity' alone"),
-        ({"capacity": 1.25}, "expected a factor with 'capacity' alone"),
+        ({"routing": "capacity"}, "expected a capacity factor with routing='capacity' only"),
+        ({"capacity": 1.25}, "expected a capacity factor with routing='capacity' only"),
         ({"routing": "capacity", "capacity": 0}, "capacity 0, expected a number above 0"),
         ({"routing": "capacity", "capacity": "much"}, "capacity 'much', expected a number above 0"),
         ({"score": "top"}, "score 'top', expected one of softmax, sigmoid, chosen"),
         ({"groups": 2}, "groups=2 and kept_groups=None, expected both or neither"),
-        ({"groups": 3, "kept_groups": 1}, "8 experts in 3 groups, expected as many of at least 1 in each"),
-        ({"groups": 8, "kept_groups": 1, "correction": True}, "expected as many of at least 2 in each"),
+        ({"groups": 3, "kept_groups": 1}, "8 experts in 3 groups, expected equal groups of at least 1"),
+        ({"groups": 8, "kept_groups": 1, "correction": True}, "expected equal groups of at least 2"),
         ({"score": "chosen", "normalize": True}, "expected none of them"),
         ({"scale": "1"}, "scale '1', expected a number"),
         ({"weigh": "rows"}, "weigh 'rows', expected one of results, inside"),
-        ({"weigh": "inside", "bias": True}, "weigh='inside' with bias=True, expected one of them"),
+        ({"weigh": "inside", "bias": True}, "weigh='inside' with bias=True, expected only one of them"),
         ({"gated": 1}, "gated is 1, expected True or False"),
         ({"activation": "silu"}, "activation is 'silu', expected a function"),
     ],
 )
-def test_what_is_not_understood_is_refused(options, text):
+def test_invalid_mixtures_are_refused(options, text):
     with pytest.raises(cg.CostGraphError, match=r"router|experts|dispatch|moe") as error:
         mixture(**options)
     assert text in str(error.value)
 
 
-def test_more_experts_than_there_are_cannot_be_chosen():
-    with pytest.raises(cg.ShapeError, match=r"top 9 of .* expected a last axis of at least as many"):
+def test_choosing_more_experts_than_exist_is_refused():
+    with pytest.raises(cg.ShapeError, match=r"top 9 of .* expected a last axis of at least 9"):
         mixture(8, 9)
     g = mixture(E, k)
-    with pytest.raises(cg.BindingError, match="E - k = -1, expected a whole number that is not negative"):
+    with pytest.raises(cg.BindingError, match="E - k = -1, expected a nonnegative integer"):
         cg.flops(g, E=8, k=9, T=1, D=1, F=1)
 
 
-def test_shapes_that_do_not_fit_are_named():
+def test_mismatched_shapes_are_named():
     with cg.Graph("g") as g:
         x, ids = g.input("x", (T, D)), g.input("ids", (T, 2), dtype="int64")
         w = g.input("w", (8, D, F))
-        with pytest.raises(cg.ShapeError, match="expected indices of experts"):
+        with pytest.raises(cg.ShapeError, match="expected expert indices"):
             cg.ops.dispatch(x, 8)
         with pytest.raises(cg.ShapeError, match=r"expected \(rows, d\), \(experts, d, f\) and integers \(experts,\)"):
             cg.ops.grouped(x, w, ids, 2)

@@ -1,4 +1,4 @@
-"""Tori, against devices that pass messages link by link, and against what Google prints of a pod."""
+"""Tori against link-by-link message simulation, and against Google's published pod figures."""
 
 import heapq
 import math
@@ -14,12 +14,12 @@ import costgraph as cg
 from costgraph.hardware.units import quantity
 from costgraph.plan.disaggregation import _between
 
-#: seconds and B/s of a link, primes
+#: seconds and B/s of a link, both prime
 HOP, LINK = 13e-6, 7e9
 
 
 def torus(*sizes, rates=None):
-    """Return a device in a torus of so many devices along x, y and z, whose memory takes no time."""
+    """Return a device in a torus with the given extents in x, y and z, and instantaneous memory."""
     h100 = cg.load_hardware("h100-sxm")
     levels = {
         name: {
@@ -38,13 +38,13 @@ def taken(kind, ranks, numbers, device, which="estimate"):
     return cg.seconds(declared(kind, ranks, numbers), device, which)
 
 
-# -- devices that pass messages ------------------------------------------------------------------------------------
+# -- message simulation --------------------------------------------------------------------------------------------
 
 
 def play(starts, onward):
-    """Play messages hop by hop and return the last arrival: a link carries one at a time.
+    """Simulate messages hop by hop and return the last arrival; a link carries one message at a time.
 
-    `onward(message)` says which messages a device sends on once one is there: link, bytes and message each.
+    `onward(message)` returns the messages that a device sends on arrival: link, bytes and message each.
     """
     events, free, last, serial = [(0.0, i, m) for i, m in enumerate(starts)], {}, 0.0, len(starts)
     while events:
@@ -58,7 +58,7 @@ def play(starts, onward):
 
 
 def neighbour(at, dimension, way, sizes, wraps):
-    """Return the device next to one in a dimension, or none at the end of a line."""
+    """Return the neighbour of a device in a dimension, or None at the end of a line."""
     to = at[dimension] + way
     if not 0 <= to < sizes[dimension]:
         if not wraps:
@@ -68,10 +68,10 @@ def neighbour(at, dimension, way, sizes, wraps):
 
 
 def gather(sizes, size, wraps=True):
-    """Play an all-gather: d orders of the dimensions, a turn of each other, with a d-th of the bytes each.
+    """Simulate an all-gather in d rotated dimension orders, each with 1/d of the bytes.
 
-    In a phase, all that a device has goes both ways around its ring, once it has been told by the ring before; phases
-    of all orders start together, as each has a dimension of its own.
+    In each phase, a device sends everything it has both ways around its ring, once the previous ring has finished. All
+    orders run concurrently, as each phase uses a different dimension per order.
     """
     d, n, total = len(sizes), prod(sizes), 0.0
     devices = [*product(*map(range, sizes))]
@@ -86,7 +86,7 @@ def gather(sizes, size, wraps=True):
         def onward(message, parts=parts):
             at, here, way, left = message
             to = neighbour(at, here, way, sizes, wraps)
-            # half of what is halfway around an even ring comes either way
+            # half of the data from the antipode of an even ring arrives each way
             halved = 2 if wraps and left == 1 and sizes[here] % 2 == 0 else 1
             return [((at, here, way), parts[here] / halved, (to, here, way, left - 1))] if left and to else []
 
@@ -95,7 +95,7 @@ def gather(sizes, size, wraps=True):
 
 
 @pytest.mark.parametrize("sizes", [(3,), (4,), (7,), (4, 4), (5, 5), (3, 3, 3), (4, 4, 4)])
-def test_parts_go_both_ways_around_rings_of_all_dimensions_at_once(sizes):
+def test_collectives_use_both_ring_directions_in_all_dimensions(sizes):
     n, part = prod(sizes), 30_030
     expected = gather(sizes, 4 * part * n)
     assert taken("all_gather", n, part, torus(*sizes)) == pytest.approx(expected, rel=1e-12)
@@ -104,13 +104,13 @@ def test_parts_go_both_ways_around_rings_of_all_dimensions_at_once(sizes):
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_devices_that_are_not_a_whole_ring_are_a_line(count):
+def test_partial_ring_is_a_line(count):
     part = 30_030
     expected = gather((count,), 4 * part * count, wraps=False)
     assert taken("all_gather", count, part, torus(7, 3)) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_slice_that_has_a_part_of_each_ring_is_made_of_lines():
+def test_partial_slice_consists_of_lines():
     whole = torus(3, 3)
     rings = {name: {**level, "ring": quantity(16, "1")} for name, level in whole.cluster.levels.items()}
     part = replace(whole, cluster=replace(whole.cluster, levels=rings))
@@ -123,9 +123,9 @@ def test_a_slice_that_has_a_part_of_each_ring_is_made_of_lines():
 
 
 def routed(sizes, share, wraps):
-    """Return the longest time of a link in an all-to-all whose messages go dimension by dimension, the shorter way.
+    """Return the longest link time in an all-to-all with dimension-ordered shortest-path routing.
 
-    Halfway around, half of a message goes either way.
+    Messages to the antipode split evenly over both directions.
     """
     load = {}
     for source, target in product(product(*map(range, sizes)), repeat=2):
@@ -147,7 +147,7 @@ def routed(sizes, share, wraps):
 
 
 @pytest.mark.parametrize("sizes", [(3,), (4,), (7,), (5, 3), (4, 6), (3, 4, 5)])
-def test_an_all_to_all_is_bound_by_the_middle_of_the_longest_dimension(sizes):
+def test_all_to_all_is_bound_by_bisection(sizes):
     n = prod(sizes)
     numbers = n * 10007
     hops = sum(m // 2 for m in sizes)
@@ -159,13 +159,13 @@ def test_an_all_to_all_is_bound_by_the_middle_of_the_longest_dimension(sizes):
 
 
 def balanced(sizes, links):
-    """Return the least time of any mixture of orders, for a byte of each rank's part: the best corner of a program.
+    """Return the least time over all mixtures of orders, per byte of a rank's shard: the best vertex of a linear
+    program.
 
-    Of k orders as many dimensions are busy to the end: shares of the orders follow from that, and the best ones that
-    are no less than zero and leave no dimension longer than these are the least.
+    With k orders, k dimensions are saturated, which determines the shares. The optimum is the best feasible vertex.
     """
     d, best = len(sizes), math.inf
-    # what goes over a dimension: all that was gathered along those before it, times all others of its ring
+    # traffic in a dimension: the data gathered along earlier dimensions, times the other members of its ring
     loads = np.array([
         [prod(sizes[j] for j in order[: order.index(i)]) * (sizes[i] - 1) / links[i] for i in range(d)]
         for order in permutations(range(d))
@@ -187,7 +187,7 @@ def balanced(sizes, links):
     ("sizes", "rates"),
     [((4, 16), (7, 7)), ((16, 20, 28), (7, 7, 7)), ((3, 5), (7, 1)), ((3, 3, 11), (5, 7, 1)), ((2, 8), (7, 7))],
 )
-def test_orders_share_bytes_so_that_all_links_are_busy(sizes, rates):
+def test_dimension_orders_balance_link_load(sizes, rates):
     n, part = prod(sizes), 10**9 + 7
     links = [rate * 1e9 * (1 if m == 2 else 2) for m, rate in zip(sizes, rates, strict=True)]
     latency = HOP * sum(m // 2 for m in sizes)
@@ -197,22 +197,22 @@ def test_orders_share_bytes_so_that_all_links_are_busy(sizes, rates):
     assert taken("all_gather", n, part, torus(*sizes, rates=rates), "lower") == pytest.approx(expected, rel=1e-9)
 
 
-def test_what_google_prints_of_a_pod_of_v4():
+def test_tpu_v4_pod_matches_published_figures():
     n, numbers = 4096, 4096 * 10**9
     found = {}
     for kind in ("all_to_all", "all_reduce"):
         rows = cg.roofline(declared(kind, n, numbers), "tpu-v4", network="tpu-v4").rows
         found[kind] = sum(s for row in rows for s in row.links_s.values())
-    # a quarter of all bytes crosses the middle one way: two cuts of 256 links, where the page has 24 TB/s
+    # a quarter of all bytes crosses the bisection each way: two cuts with 256 links; the page states 24 TB/s
     crossing = n * 4 * numbers / 4 / found["all_to_all"]
     assert crossing == pytest.approx(2 * 16 * 16 * 45e9, rel=1e-6)
     assert crossing == pytest.approx(24e12, rel=0.05)
-    # bytes that all devices send
+    # bytes sent by all devices
     sent = n * 2 * (n - 1) / n * 4 * numbers / found["all_reduce"]
     assert sent == pytest.approx(1.1e15, rel=0.01)
 
 
-def test_four_of_a_row_of_v5e_have_no_ring():
+def test_four_v5e_devices_in_a_row_have_no_ring():
     # scaling-book, sharding.md, quiz 2: 3 hops of 8.4 MB at 45 GB/s, 560 us; measured 680 us
     (row,) = cg.roofline(declared("all_gather", 4, 2048 * 8192 // 8), "tpu-v5e", network="tpu-v5e").rows
     (spent,) = row.links_s.values()
@@ -221,10 +221,10 @@ def test_four_of_a_row_of_v5e_have_no_ring():
     assert spent < 680e-6
 
 
-# -- where axes lie ------------------------------------------------------------------------------------------------
+# -- axis placement ------------------------------------------------------------------------------------------------
 
 
-def test_inner_axes_fill_the_first_dimensions():
+def test_inner_axes_fill_first_dimensions():
     sizes = {"B": 1, "D": 7, "F": 105}
     (tp, dp) = (
         cg.communication(sharded(dp=15, tp=7), hardware=torus(7, 3, 5), **sizes).filter(axis=axis).rows[0]
@@ -236,29 +236,29 @@ def test_inner_axes_fill_the_first_dimensions():
     assert taken("send", 2, 1_000_003, torus(7, 3)) == pytest.approx(HOP + 4 * 1_000_003 / LINK)
 
 
-def test_no_run_is_below_its_bound():
+def test_estimate_is_not_below_lower_bound():
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"):
         for ranks in (1, 2, 3, 7, 14, 21, 42, 105):
             bound, found = (taken(kind, ranks, 210 * 10007, torus(7, 3, 5), w) for w in ("lower", "estimate"))
             assert bound <= found, (kind, ranks)
 
 
-def test_sizes_may_be_open_and_degrees_not():
+def test_sizes_may_be_symbolic_but_not_degrees():
     n, o = cg.dims("n o")
     s, sizes = sharded(o=3, n=7), {"D": 11, "F": 2520}
     formula = cg.seconds(s, torus(7, 3), **sizes)
     assert cg.evaluate(formula, B=5) == pytest.approx(cg.seconds(s, torus(7, 3), B=5, **sizes), rel=1e-12)
-    with pytest.raises(cg.UnsupportedError, match="o ranks that are n apart in a torus, expected numbers"):
+    with pytest.raises(cg.UnsupportedError, match="o ranks that are n apart in a torus; expected bound sizes"):
         cg.seconds(sharded(o=o, n=n), torus(7, 3), B=5, **sizes)
 
 
-def test_what_a_torus_has_no_rings_for_is_an_error():
+def test_degrees_without_rings_are_refused():
     text = r"2 ranks that are 3 apart.*2 of the 8 devices along x, 3 apart"
     with pytest.raises(cg.SpecError, match=text):
         cg.seconds(sharded(dp=2, tp=3), torus(8, 3), B=1, D=7, F=6)
     with pytest.raises(cg.SpecError, match=r"10 ranks that are 1 apart.*1.42857 of the 3 devices along y, 1 apart"):
         taken("all_gather", 10, 7, torus(7, 3))
-    with pytest.raises(cg.SpecError, match="expected the 21 devices that the torus joins at most"):
+    with pytest.raises(cg.SpecError, match="but the torus joins at most 21 devices"):
         taken("all_gather", 42, 7, torus(7, 3))
     own = torus(7)
     levels = {"x": {key: q for key, q in own.cluster.levels["x"].items() if key != "latency"}}
@@ -276,15 +276,15 @@ def test_what_a_torus_has_no_rings_for_is_an_error():
         ("devices = {q5}\nper_link_per_direction = {rate}", "y: devices is 5, expected a multiple of 3 in a torus"),
         (
             "devices = {q6}\nper_link_per_direction = {rate}\nring = {q1}",
-            "y: ring is 1, expected a whole number from 2 up",
+            "y: ring is 1, expected an integer of at least 2",
         ),
         (
             "devices = {q6}\nper_link_per_direction = {rate}\nper_direction = {rate}",
-            "y: per_direction beside per_link_per_direction; expected no switches in a torus",
+            "y: per_direction together with per_link_per_direction; expected no switches in a torus",
         ),
     ],
 )
-def test_a_file_that_is_a_torus_in_part_is_an_error(tmp_path, level, says):
+def test_incomplete_torus_file_is_refused(tmp_path, level, says):
     def number(value, unit):
         return f'{{ value = {value}, unit = "{unit}", source = ["OWN"] }}'
 

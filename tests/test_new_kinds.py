@@ -1,4 +1,4 @@
-"""Kinds and layers that hand tensors on, order, spread or choose them: costs by counting, values against torch's."""
+"""Layout, lookup and sorting ops: costs by hand count, values against torch."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ B, S, K, D, E, N, C, O, H, W = cg.dims("B S K D E N C O H W")
 
 
 def values(declare, **arrays):
-    """What a graph of inputs makes, as the interpreter and as NumPy see it."""
+    """Return the outputs of a graph as the interpreter computes them, and as NumPy does."""
     with cg.Graph("g", dtype="fp64") as g:
         kinds = {"f": None, "i": "int64", "b": "bool"}
         given = {n: g.input(n, a.shape, kinds[np.asarray(a).dtype.kind]) for n, a in arrays.items()}
@@ -30,28 +30,28 @@ def rng():
 # -- lookups with a batch ----------------------------------------------------------------------------------------------
 
 
-def test_each_sequence_picks_among_its_own_positions(rng):
+def test_batched_lookup_selects_within_each_sequence(rng):
     x, ids = rng.normal(size=(2, 5, 3)), rng.integers(0, 5, (2, 4))
     (mine,) = values(lambda x, ids: cg.ops.gather(x, ids, batch=1), x=x, ids=ids)
     assert np.allclose(mine, np.stack([x[b][ids[b]] for b in range(2)]))
 
 
-def test_bytes_of_a_lookup_are_those_of_the_rows_and_the_indices():
+def test_lookup_bytes_count_rows_and_indices():
     with cg.Graph("g", dtype="bf16") as g:
         y = cg.ops.gather(g.input("x", (B, S, D)), g.input("ids", (B, K), "int64"), batch=1)
     assert y.shape == (B, K, D)
-    # a row of D elements read and written for each of B*K indices of 8 bytes
+    # one row of D elements read and written for each of B*K int64 indices
     assert cg.bytes_moved(g) == 2 * 2 * B * K * D + 8 * B * K
     assert cg.flops(g) == 0
 
 
 @pytest.mark.parametrize("mode", ["add", "max", "set"])
 @pytest.mark.parametrize("batch", [0, 1])
-def test_a_scatter_is_that_of_torch(rng, mode, batch):
+def test_scatter_matches_torch(rng, mode, batch):
     shape = (5, 3) if batch == 0 else (2, 5, 3)
     x = rng.normal(size=shape)
     many = (7,) if batch == 0 else (2, 7)
-    # of what is set twice torch does not say which one stays
+    # torch leaves the result undefined for duplicate indices
     ids = np.broadcast_to(rng.permutation(5), (*many[:-1], 5)) if mode == "set" else rng.integers(0, 5, many)
     updates = rng.normal(size=(*ids.shape, 3))
     (mine,) = values(lambda x, i, u: cg.ops.scatter(x, i, u, mode, inplace=False, batch=batch), x=x, i=ids, u=updates)
@@ -65,11 +65,11 @@ def test_a_scatter_is_that_of_torch(rng, mode, batch):
     assert np.allclose(mine, theirs.numpy())
 
 
-def test_a_comparison_each_of_a_scatter_that_keeps_the_larger():
+def test_scatter_max_costs_one_comparison_per_element():
     with cg.Graph("g") as g:
         cg.ops.scatter(g.input("x", (N, D)), g.input("ids", (E,), "int64"), g.input("u", (E, D)), "max", inplace=False)
     assert cg.flops(g) == E * D
-    # the target copied and E rows compared with it: read and written whole, updates and indices read
+    # copies the target and compares E rows with it: target read and written whole, updates and indices read
     assert cg.bytes_moved(g) == 2 * 4 * N * D + 4 * E * D + 8 * E
 
 
@@ -85,16 +85,16 @@ def test_a_comparison_each_of_a_scatter_that_keeps_the_larger():
         (lambda g: cg.ops.stop_gradient(3), "expected a tensor"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, text):
+def test_mismatched_operands_are_refused(call, text):
     with cg.Graph("g") as g, pytest.raises(cg.CostGraphError, match=text):
         call(g)
 
 
-# -- what passes no gradient -------------------------------------------------------------------------------------------
+# -- stop-gradient -----------------------------------------------------------------------------------------------------
 
 
-def test_of_what_is_stopped_nothing_is_computed_backward():
-    """A teacher's product has no backward FLOPs, and its parameter no gradient; the student's has its 2*B*D*F."""
+def test_stop_gradient_has_no_backward_flops():
+    """The teacher's matmul has no backward FLOPs and its parameter no gradient; the student's has 2*B*D*F."""
 
     def declare(stop):
         with cg.Graph("g") as g:
@@ -110,7 +110,7 @@ def test_of_what_is_stopped_nothing_is_computed_backward():
     assert cg.bytes_moved(both) > cg.bytes_moved(stopped)
 
 
-def test_a_stop_is_a_view():
+def test_stop_gradient_is_a_view():
     with cg.Graph("g") as g:
         x = cg.relu(g.input("x", (B, D)))
         y = cg.ops.stop_gradient(x)
@@ -123,7 +123,7 @@ def test_a_stop_is_a_view():
 
 
 @pytest.mark.parametrize("descending", [False, True])
-def test_a_sort_is_that_of_torch(rng, descending):
+def test_sort_matches_torch(rng, descending):
     x = rng.normal(size=(2, 7))
     mine, ids = values(lambda x: cg.ops.sort(x, descending=descending), x=x)
     theirs, places = torch.sort(torch.tensor(x), descending=descending)
@@ -145,13 +145,13 @@ def test_a_sort_is_that_of_torch(rng, descending):
         (lambda a, b: cg.ops.exp(a) + cg.ops.sqrt(b) + cg.ops.log(b), lambda a, b: a.exp() + b.sqrt() + b.log()),
     ],
 )  # fmt: skip
-def test_elementwise_functions_are_those_of_torch(rng, mine, theirs):
+def test_elementwise_functions_match_torch(rng, mine, theirs):
     a, b = rng.integers(0, 3, (3, 5)) * 1.0, rng.integers(1, 3, (3, 5)) * 1.0
     (found,) = values(mine, a=a, b=b)
     assert np.allclose(found, theirs(torch.tensor(a), torch.tensor(b)).double().numpy())
 
 
-def test_a_number_on_either_side():
+def test_scalar_operand_on_either_side():
     with cg.Graph("g") as g:
         x = g.input("x", (B,))
         for made in (x > 0, x > 0, cg.ops.greater(x, 0), cg.ops.less(0, x)):
@@ -159,7 +159,7 @@ def test_a_number_on_either_side():
             assert made.producer.kind.scalars == (0, None)
 
 
-def test_tensors_of_one_number():
+def test_constant_tensors():
     with cg.Graph("g", dtype="bf16") as g:
         a, b = cg.ops.zeros((B, D)), cg.ops.full((B,), 2.5, "fp32")
     assert (a.dtype.name, b.dtype.name) == ("bf16", "fp32")
@@ -177,7 +177,7 @@ def test_tensors_of_one_number():
         {"window": 2, "stride": 3}, {"window": 3, "bias": True},
     ],
 )  # fmt: skip
-def test_a_transposed_convolution_is_that_of_torch(rng, options):
+def test_transposed_convolution_matches_torch(rng, options):
     x = rng.normal(size=(2, 4, 5, 3))
     with cg.Graph("g", dtype="fp64") as g:
         y = cg.nn.conv_transpose(g.input("x", x.shape), "b c h w -> b o h w", o=6, **options)
@@ -190,12 +190,12 @@ def test_a_transposed_convolution_is_that_of_torch(rng, options):
     arrays = {f"conv_transpose/{n}": p.detach().numpy() for n, p in module.named_parameters()}
     (mine,) = testing.run(g, {"x": x, **arrays}).outputs
     assert np.allclose(mine, theirs.detach().numpy())
-    # 2 for each element of x, of the window, and each output channel of its group
+    # 2 for each element of x, window position, and output channel of the group
     window = options["window"] if isinstance(options["window"], tuple) else (options["window"],) * 2
     assert cg.matmul_flops(g) == 2 * x.size * window[0] * window[1] * 6 // options.get("groups", 1)
 
 
-def test_the_gradients_of_a_transposed_convolution():
+def test_transposed_convolution_gradients_match_torch():
     with cg.Graph("g", dtype="fp64") as g:
         x = g.input("x", (B, C, H), grad=True)
         y = cg.nn.conv_transpose(x, "b c h -> b o h", window=3, stride=2, padding=1, o=O)
@@ -209,12 +209,12 @@ def test_the_gradients_of_a_transposed_convolution():
     [
         (lambda x: cg.nn.conv_transpose(x, "b c h w -> b o h w", window=3, output_padding=1, o=2), "output_padding=1"),
         (lambda x: cg.nn.conv_transpose(x, "b c h w -> b o h w", window=3, p=2), "expected o="),
-        (lambda x: cg.nn.conv_transpose(x, "b c h w -> b c h w", window=3, c=2), "expected one other name"),
+        (lambda x: cg.nn.conv_transpose(x, "b c h w -> b c h w", window=3, c=2), "expected one renamed axis"),
         (lambda x: cg.nn.conv_transpose(x, "b c h w -> b o h w", window=(3,), o=2), "window"),
         (lambda x: cg.nn.conv_transpose(x, "b c h w -> b o h w", window=1, padding=3, o=2), "leaves -1 positions"),
     ],
 )
-def test_a_transposed_convolution_that_does_not_fit(call, text):
+def test_invalid_transposed_convolution_is_refused(call, text):
     with cg.Graph("g") as g:
         x = g.input("x", (1, 2, 5, 5))
         with pytest.raises(cg.CostGraphError, match=text):
@@ -224,7 +224,7 @@ def test_a_transposed_convolution_that_does_not_fit(call, text):
 # -- segments ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_softmax_by_segment(rng):
+def test_segment_softmax_matches_torch(rng):
     x, ends = rng.normal(size=(9, 2)), rng.integers(0, 4, 9)
     (mine,) = values(lambda x, ends: cg.nn.segment_softmax(x, ends, 4), x=x, ends=ends)
     for node in range(4):
@@ -232,7 +232,7 @@ def test_a_softmax_by_segment(rng):
         assert np.allclose(mine[ends == node], functional.softmax(rows, 0).numpy())
 
 
-def test_the_gradient_of_a_softmax_by_segment():
+def test_segment_softmax_gradient_matches_torch():
     with cg.Graph("g", dtype="fp64") as g:
         x = cg.linear(g.input("x", (E, D)), "e d -> e h", h=2)
         p = cg.nn.segment_softmax(x, g.input("ends", (E,), "int64"), N)

@@ -15,7 +15,7 @@ def normed(norm, shape=(B, C, R, R), dtype="fp32", **options):
 
 
 def scored(statistics="auto", dtype="fp32"):
-    """A convolution, a norm and a ReLU, and the mean as a loss."""
+    """Build a convolution, a norm and a ReLU, with the mean as a loss."""
     with cg.Graph("g", dtype=dtype) as g:
         x = cg.conv(g.input("x", (B, C, R, R)), "b c h w -> b o h w", window=3, padding=1, o=C)
         x = cg.relu(cg.nn.batch_norm(x, statistics=statistics))
@@ -30,40 +30,40 @@ def kernels(graph, phase="forward"):
 # -- batch norm: forward ---------------------------------------------------------------------------------------------
 
 
-def test_running_statistics_scale_and_shift():
+def test_inference_batch_norm_scales_and_shifts():
     g = normed(cg.nn.batch_norm)
-    # subtract, multiply, scale and shift an element; eps and reciprocal root a channel
+    # subtract, multiply, scale and shift per element; eps and reciprocal root per channel
     assert cg.flops(g, **SIZES) == 4 * 150 + 2 * 3
-    # x and y once, and five vectors: weight, bias, mean, variance (of which each is read once)
+    # x and y once, and five vectors: weight, bias, mean and variance are read once each
     assert cg.bytes_moved(g, **SIZES) == 2 * 4 * 150 + 4 * 4 * 3
     assert cg.param_count(g, **SIZES) == 2 * 3
 
 
-def test_statistics_of_the_batch():
+def test_batch_statistics_costs():
     g = normed(cg.nn.batch_norm, statistics="batch")
-    # mean, subtract, square, mean, multiply, scale and shift an element; 2 a channel, and a + t*(b - a) for each buffer
+    # mean, subtract, square, mean, multiply, scale and shift per element; 2 per channel, and a + t*(b - a) per buffer
     assert cg.flops(g, **SIZES) == 7 * 150 + 2 * 3 + 2 * 3 * 3
-    # the vectors are read, and running ones written
+    # all vectors are read, and running statistics are also written
     assert cg.bytes_moved(g, **SIZES) == 2 * 4 * 150 + 6 * 4 * 3
 
 
 @each("statistics", ["auto", "batch", "running"])
-def test_buffers_are_fp32_and_no_parameters(statistics):
+def test_running_statistics_are_fp32_buffers(statistics):
     g = normed(cg.nn.batch_norm, dtype="bf16", statistics=statistics)
     held = {life.tensor: life.bytes for life in cg.lifetimes(g, **SIZES) if life.role == "buffer"}
-    assert sum(held.values()) == 2 * 4 * 3 + 8  # mean and variance, and a count of batches in int64
+    assert sum(held.values()) == 2 * 4 * 3 + 8  # mean and variance, and an int64 batch counter
     assert cg.param_bytes(g, **SIZES) == 2 * 2 * 3
     assert g.outputs[0].dtype.name == "bf16"
 
 
-def test_without_scale_and_shift():
+def test_batch_norm_without_affine_parameters():
     g = normed(cg.nn.batch_norm, affine=False)
     assert cg.flops(g, **SIZES) == 2 * 150 + 2 * 3
     assert cg.param_count(g, **SIZES) == 0
 
 
 @each("shape", [(B, C), (B, C, R), (B, C, R, R, R)])
-def test_any_number_of_axes_after_the_channels(shape):
+def test_batch_norm_accepts_any_trailing_axes(shape):
     elements = 2 * 3 * 5 ** (len(shape) - 2)
     dims = {k: SIZES[k] for k in ("B", "C", "R") if cg.dims(k) in shape}
     assert cg.flops(normed(cg.nn.batch_norm, shape), **dims) == 4 * elements + 6
@@ -73,7 +73,7 @@ def test_any_number_of_axes_after_the_channels(shape):
 # -- batch norm: training ----------------------------------------------------------------------------------------------
 
 
-def test_a_training_step_takes_statistics_of_the_batch_unless_told_otherwise():
+def test_training_step_uses_batch_statistics_by_default():
     auto, batch, running = (cg.training_step(scored(s)) for s in ("auto", "batch", "running"))
     assert cg.flops(auto, **SIZES) == cg.flops(batch, **SIZES) > cg.flops(running, **SIZES)
     assert cg.peak_memory(auto, **SIZES) == cg.peak_memory(batch, **SIZES)
@@ -82,7 +82,7 @@ def test_a_training_step_takes_statistics_of_the_batch_unless_told_otherwise():
     assert kernel.scope == kernels(running)[0].scope == "batch_norm/batch_norm"
 
 
-def test_the_graph_that_a_step_is_made_of_stays_as_it_is():
+def test_training_step_does_not_modify_forward_graph():
     g = scored()
     before = cg.flops(g, **SIZES)
     cg.training_step(g)
@@ -90,12 +90,12 @@ def test_the_graph_that_a_step_is_made_of_stays_as_it_is():
     assert kernels(g)[0].kind.statistics == "auto"
 
 
-def test_gradients_alone_are_of_what_is_declared():
+def test_backward_alone_keeps_declared_statistics():
     assert cg.flops(cg.backward(scored()), **SIZES) == cg.flops(cg.backward(scored("running")), **SIZES)
 
 
-def test_what_the_backward_pass_keeps():
-    """The input of the norm, mean and reciprocal deviation of each channel in fp32; ReLU keeps its result."""
+def test_batch_norm_saved_tensors():
+    """Saves the norm's input, and the fp32 mean and reciprocal deviation per channel; ReLU saves its result."""
     activations = {
         life.tensor.rpartition("/")[2]: life.bytes
         for life in cg.lifetimes(cg.training_step(scored(dtype="bf16")), **SIZES)
@@ -106,7 +106,7 @@ def test_what_the_backward_pass_keeps():
 
 
 @pytest.mark.parametrize("checkpoint", [cg.every_block(), cg.every(2), cg.selective("batch_norm"), cg.from_start()])
-def test_norms_inside_a_stack_of_layers(checkpoint):
+def test_batch_norm_inside_layer_stack(checkpoint):
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, R, R))
 
@@ -116,17 +116,17 @@ def test_norms_inside_a_stack_of_layers(checkpoint):
 
         x = cg.repeat(cg.dims("L"), block, x, name="layers")
         g.output(cg.reduce(x, "b c h w -> ", "mean"))
-    kept = cg.training_step(g)
+    step = cg.training_step(g)
     again = cg.training_step(g, checkpoint=checkpoint)
     dims = SIZES | {"L": 4}
-    assert cg.param_count(kept, **dims) == cg.param_count(again, **dims) == 4 * (9 * 3 * 3 + 2 * 3)
-    assert cg.flops(kept, **dims) < cg.flops(again, **dims)
-    assert cg.flops(cg.training_step(g, accumulate=7), **dims) > 6 * cg.flops(kept, **dims)
+    assert cg.param_count(step, **dims) == cg.param_count(again, **dims) == 4 * (9 * 3 * 3 + 2 * 3)
+    assert cg.flops(step, **dims) < cg.flops(again, **dims)
+    assert cg.flops(cg.training_step(g, accumulate=7), **dims) > 6 * cg.flops(step, **dims)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_autocast_leaves_batch_norms_alone(device):
-    """torch has it in neither list: x and y are of the lower precision, parameters and statistics fp32."""
+def test_autocast_keeps_batch_norm_dtype(device):
+    """torch autocast does not list batch norm: x and y stay in low precision, parameters and statistics stay fp32."""
     for statistics in ("batch", "running"):
         mixed = cg.apply_precision(scored(statistics), "bf16-mixed")
         (kernel,) = kernels(mixed)
@@ -139,7 +139,7 @@ def test_autocast_leaves_batch_norms_alone(device):
     assert backward.results[0].dtype.name == "bf16"
 
 
-def test_group_norms_are_among_those_that_autocast_widens():
+def test_autocast_runs_group_norm_in_fp32():
     with cg.Graph("g") as g:
         x = cg.conv(g.input("x", (B, C, R, R)), "b c h w -> b o h w", window=3, padding=1, o=C)
         g.output(cg.nn.group_norm(x, 3))
@@ -147,7 +147,7 @@ def test_group_norms_are_among_those_that_autocast_widens():
     assert {t.dtype.name for t in kernel.operands} == {"fp32"}
 
 
-def test_a_file_keeps_what_a_step_will_do(tmp_path):
+def test_statistics_mode_survives_save_and_load(tmp_path):
     g = scored()
     cg.save(g, tmp_path / "g.json")
     again = cg.load(tmp_path / "g.json")
@@ -158,15 +158,15 @@ def test_a_file_keeps_what_a_step_will_do(tmp_path):
 # -- group norm --------------------------------------------------------------------------------------------------------
 
 
-def test_group_norm_is_a_layer_norm_of_each_group():
+def test_group_norm_costs_as_layer_norm_per_group():
     g = normed(cg.nn.group_norm, (B, 6, R, R), groups=3)
-    # 7 an element, and eps and reciprocal root for each of 2*3 groups
+    # 7 per element, and eps and reciprocal root for each of 2*3 groups
     assert cg.flops(g, B=2, R=5) == 7 * 300 + 2 * 2 * 3
     assert cg.param_count(g) == 2 * 6
     assert cg.bytes_moved(g, B=2, R=5) == 2 * 4 * 300 + 2 * 4 * 6
 
 
-def test_group_norm_in_a_step_keeps_its_input_and_two_numbers_a_group():
+def test_group_norm_saves_input_and_two_statistics_per_group():
     with cg.Graph("g", dtype="bf16") as g:
         x = cg.linear(g.input("x", (B, R, C)), "b r c -> b r d", d=6, name="up")
         x = cg.nn.group_norm(cg.rearrange(x, "b r c -> b c r"), 3)
@@ -184,7 +184,7 @@ def test_group_norm_in_a_step_keeps_its_input_and_two_numbers_a_group():
 @each(
     ("call", "error", "text"),
     [
-        (lambda x: cg.nn.batch_norm(cg.reduce(x, "b c h w -> b", "sum")), cg.ShapeError, "expected two axes at least"),
+        (lambda x: cg.nn.batch_norm(cg.reduce(x, "b c h w -> b", "sum")), cg.ShapeError, "expected at least two axes"),
         (lambda x: cg.nn.batch_norm(x, statistics="eval"), cg.GraphError, "statistics"),
         (lambda x: cg.nn.batch_norm(x, affine=1), cg.GraphError, "affine"),
         (lambda x: cg.nn.batch_norm(3), cg.GraphError, "expected a tensor"),
@@ -194,12 +194,12 @@ def test_group_norm_in_a_step_keeps_its_input_and_two_numbers_a_group():
         (
             lambda x: cg.nn.group_norm(cg.reduce(x, "b c h w -> b", "sum"), 1),
             cg.ShapeError,
-            "expected two axes at least",
+            "expected at least two axes",
         ),
         (lambda x: cg.nn.group_norm(None, 1), cg.GraphError, "expected a tensor"),
     ],
 )
-def test_refusals(call, error, text):
+def test_invalid_norms_are_refused(call, error, text):
     with cg.Graph("g") as g:
         x = g.input("x", (B, 6, R, R))
         with pytest.raises(error, match=text):

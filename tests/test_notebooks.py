@@ -1,4 +1,4 @@
-"""The notebooks of the documentation run, and what they show is what others count."""
+"""The documentation notebooks run, and their results agree with independent counts."""
 
 import ast
 import itertools
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-#: A process of its own: what the client leaves open is closed with it. No port is opened.
+#: Runs in a subprocess, which closes everything the client leaves open. No port is opened.
 RUN = """
 import json, sys
 from jupyter_client.manager import AsyncKernelManager
@@ -37,7 +37,7 @@ print(json.dumps([cell for cell in notebook.cells if cell.cell_type == "code"]))
 
 @cache
 def run(name):
-    """Cells of a notebook that has run."""
+    """Return the cells of an executed notebook."""
     command = [sys.executable, "-c", RUN, NOTEBOOKS[name]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -45,29 +45,29 @@ def run(name):
 
 
 def shown(name, ending):
-    """Text of what the only cell with an ending shows or prints."""
+    """Return the output text of the only cell whose source ends with the given text."""
     (cell,) = (c for c in run(name) if c["source"].rstrip().endswith(ending))
     return "".join(o.get("text", "") or o.get("data", {}).get("text/plain", "") for o in cell["outputs"])
 
 
 def multiplied(*axes):
-    """FLOPs of a product, one multiplication and one addition for each index."""
+    """Return the FLOPs of a product: one multiplication and one addition per index point."""
     return 2 * sum(1 for _ in itertools.product(*map(range, axes)))
 
 
-def test_there_are_three():
+def test_documentation_has_three_notebooks():
     assert sorted(NOTEBOOKS) == ["architecture", "fit", "sweep"]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_runs_and_shows_pictures(name):
+def test_notebook_runs_and_shows_figures(name):
     outputs = [o for cell in run(name) for o in cell["outputs"]]
     assert {o["output_type"] for o in outputs} <= {"execute_result", "display_data", "stream"}
     assert {o["name"] for o in outputs if o["output_type"] == "stream"} <= {"stdout"}
     assert sum("image/png" in o.get("data", {}) for o in outputs) == 2
 
 
-def test_products_of_the_new_architecture_are_those_that_loops_do():
+def test_new_architecture_flops_match_explicit_loops():
     B, S, C, D, H, F, L, V = 2, 15, 5, 6, 3, 7, 2, 31
     marks, width = S // C, D // H
     projections = multiplied(B, S, H, width, D) * 2 + multiplied(B, marks, H, width, D) * 2
@@ -77,13 +77,13 @@ def test_products_of_the_new_architecture_are_those_that_loops_do():
     assert shown("architecture", "cg.peak_memory(g, **small)") == shown("architecture", "int(counted.peak)")
 
 
-def test_the_state_that_is_shown_is_that_of_a_published_count():
-    # 8,030,261,248 parameters, each with its gradient in bf16 and two moments in fp32
+def test_training_state_matches_published_parameter_count():
+    # 8,030,261,248 parameters, each with a bf16 gradient and two fp32 moments
     last = shown("fit", 'are state")').splitlines()[-1]
     assert float(last.split()[0]) == round(8_030_261_248 * (2 + 2 + 4 + 4) / 1e9, 1)
 
 
-def test_the_largest_batch_is_next_to_the_capacity():
+def test_largest_batch_just_fits_device_memory():
     batch, fits, _, over, capacity = (
         int("".join(filter(str.isdigit, word)))
         for word in shown("fit", 'capacity {capacity:,}")').replace(";", "").replace("B=", " ").split()
@@ -93,7 +93,7 @@ def test_the_largest_batch_is_next_to_the_capacity():
     assert batch % 8 == 0
 
 
-def test_batches_that_fit_are_found_by_trying():
+def test_fitting_batches_match_trial_and_error():
     step = cg.decode(load("llama-3-8b"))
     for line in shown("sweep", 'B <= {int(found.B.where(fits).max())}")').splitlines():
         name, _, _, batch = line.split()
@@ -102,8 +102,8 @@ def test_batches_that_fit_are_found_by_trying():
         assert int(batch) == max(tried)
 
 
-def test_the_grid_is_that_of_numpy():
+def test_sweep_grid_matches_numpy():
     size, span = ast.literal_eval(shown("sweep", 'float(grid.max()) / 1e9:.1f} GB"'))
-    weights = 8_030_261_248 * 2 + 256  # and the table of angles
+    weights = 8_030_261_248 * 2 + 256  # plus the rotary angle table
     assert size == 1000**2
     assert np.all(np.array(span.split())[[0, 2]].astype(float) * 1e9 > weights)

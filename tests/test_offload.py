@@ -1,4 +1,4 @@
-"""States, parameters and activations on the host: what is computed, what goes over the link, and who has the bytes."""
+"""States, parameters and activations on the host: values, link traffic, and memory on each side."""
 
 from itertools import combinations
 
@@ -46,7 +46,7 @@ def step(how="fused", **others):
 
 
 def moved(graph):
-    """Bytes over the link, by phase and direction."""
+    """Return the link traffic in bytes by phase and direction."""
     out = {}
     for op, times, _ in executions(graph):
         if op.kind.name == "transfer":
@@ -67,7 +67,7 @@ def _computes_the_same(how, what):
     assert states[0].keys() == states[1].keys()
     for name, a in states[0].items():
         np.testing.assert_array_equal(a, states[1][name])
-    # the interpreter takes and gives back buffers, the formula is of any depth, and each layer by itself is a graph
+    # the interpreter tracks buffers, the formula holds for any depth, and the unrolled graph has one op per layer
     peak = cg.peak_memory(away, **sizes)
     unrolled = cg.unroll(away, L=sizes["L"])
     assert peak == other.peak == cg.evaluate(cg.peak_memory(away), **sizes)
@@ -77,18 +77,18 @@ def _computes_the_same(how, what):
 
 
 @pytest.mark.parametrize("what", [pytest.param(s, marks=pytest.mark.long) if len(s) == 2 else s for s in SETS])
-def test_what_lies_on_the_host_changes_no_number_of_a_step(what):
+def test_offload_preserves_step_values(what):
     _computes_the_same("fused", what)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", SETS)
 @pytest.mark.parametrize("how", [how for how in STEPS if how != "fused"])
-def test_nor_of_any_other_step(how, what):
+def test_offload_preserves_values_for_all_step_variants(how, what):
     _computes_the_same(how, what)
 
 
-def test_nothing_on_the_host_is_the_graph_itself():
+def test_empty_offload_returns_equal_graph():
     whole = step()
     same = cg.offload(whole, ())
     for ask in (cg.peak_memory, cg.flops, cg.bytes_moved, cg.param_bytes):
@@ -97,74 +97,74 @@ def test_nothing_on_the_host_is_the_graph_itself():
     assert [op.name for op in same.walk()] == [op.name for op in whole.walk()]
 
 
-# weights of two bytes: one of D*D, and of each layer two of D*F
+# weights of two bytes: one matrix of D*D, and two of D*F per layer
 P = 2 * D * D + 4 * D * F * L
 
 
-def test_gradients_go_out_and_what_is_new_of_parameters_comes_in():
+def test_optimizer_offload_moves_gradients_out_and_parameters_in():
     # ZeRO-Offload (arXiv 2101.06840, section 4.1): 2M over the link each way for M parameters in 16 bits
     assert moved(cg.offload(step(), "optimizer")) == {("backward", "host"): P, ("optimizer", "device"): P}
 
 
-def test_parameters_come_in_for_each_pass():
-    # a layer's are read by both passes; of the first layer, "in", the gradient of the input is wanted by nobody
+def test_offloaded_parameters_are_fetched_in_each_pass():
+    # both passes read a layer's parameters; the first layer, "in", needs no input gradient
     found = moved(cg.offload(step(), ("optimizer", "parameters")))
     assert found == {("forward", "device"): P, ("backward", "device"): 4 * D * F * L, ("backward", "host"): P}
 
 
-def test_activations_go_out_once_and_come_in_once():
+def test_offloaded_activations_cross_link_once_per_direction():
     whole = step()
-    layer = 2 * B * S * D + 2 * 2 * B * S * F  # the input of up, and input and result of gelu
+    layer = 2 * B * S * D + 2 * 2 * B * S * F  # the input of up, and the input and result of gelu
     assert cg.saved_bytes(whole)["layers"] == layer
-    # the first layer's input is the result of "in": it stands in two loops, as a layer of its own is cut off
+    # the first layer's input is the result of "in"; peeling the first layer puts it into two loops
     assert moved(cg.offload(whole, "activations")) == {
         ("forward", "host"): (L * layer).expand(), ("backward", "device"): (L * layer).expand()
     }  # fmt: skip
 
 
-def test_layers_saved_whole_send_their_inputs_alone():
+def test_checkpointed_layers_offload_only_their_inputs():
     found = moved(cg.offload(step("again"), "activations"))
     assert found["forward", "host"] == 4 * B * S * D * L
     assert found["recompute", "device"] == 4 * B * S * D * L
 
 
-def test_bytes_of_the_host_by_role():
+def test_host_bytes_by_role():
     sizes = {"B": 2, "S": 3, "D": 5, "F": 7, "L": 4}
     away = cg.offload(step(), ("optimizer", "parameters"))
     n = 5 * 5 + 4 * 2 * 5 * 7
     held = cg.timeline(away, side="host", **sizes).by_role
     assert held["param"] == 2 * n
-    assert held["state"] == 12 * n + 4 * 9  # master, two moments; each of the nine weights counts its steps
+    assert held["state"] == 12 * n + 4 * 9  # master copy, two moments; nine step counters
     assert held["gradient"] == 2 * n
     assert {"param", "state"}.isdisjoint(cg.timeline(away, **sizes).by_role)
 
 
-def test_time_is_bytes_over_the_link():
+def test_transfer_time_is_bytes_over_link_bandwidth():
     with cg.Graph("g", dtype="fp32") as g:
         there = cg.ops.transfer(g.input("x", (1 << 20,)), to="host")
         g.output(cg.ops.transfer(there))
-    # 4 MiB each way, over 63 GB/s; both directions of the link are busy at once where no run is faster
+    # 4 MiB each way over 63 GB/s; both directions are busy at once, and no run is faster
     assert cg.seconds(g, "h100-sxm") == pytest.approx(2 * (4 << 20) / 63e9)
     assert cg.seconds(g, "h100-sxm", "lower") == pytest.approx((4 << 20) / 63e9)
     rows = cg.roofline(g, "h100-sxm").rows
     assert [(row.bound, row.seconds) for row in rows] == [("link", pytest.approx((4 << 20) / 63e9))] * 2
 
 
-def test_the_host_updates_at_the_bandwidth_of_its_memory():
+def test_host_update_time_follows_host_memory_bandwidth():
     sizes = {"B": 8, "S": 128, "D": 512, "F": 2048, "L": 6}
     away = cg.offload(step(), "optimizer")
     n = 512 * 512 + 6 * 2 * 512 * 2048
     rows = [row for row in cg.roofline(away, "h100-sxm", **sizes).rows if row.bound == "host"]
-    # the gradient is read, three states are read and written; the cast that goes back reads 4 bytes and writes 2
-    # and each of 13 weights has a count that is read and written, and read by the update
+    # The gradient is read, three states are read and written; the cast back reads 4 bytes and writes 2. Each of 13
+    # weights has a step counter that is read and written, and read again by the update.
     moved = n * (2 + 2 * 12 + 4 + 2) + 13 * (4 + 4 + 4)
     assert sum(row.bytes for row in rows) == moved
     assert sum(row.seconds for row in rows) == pytest.approx(moved / 76.8e9)
 
 
-def test_a_device_whose_host_nobody_described_has_no_time():
+def test_device_without_host_data_has_no_time():
     away = cg.offload(step(), "optimizer")
-    with pytest.raises(SpecError, match=r"hardware b200: host.bandwidth is missing; expected it beside a table"):
+    with pytest.raises(SpecError, match=r"hardware b200: host.bandwidth is missing; add it to table"):
         cg.seconds(away, "b200", **SIZES)
 
 
@@ -178,7 +178,7 @@ def test_transfers_overlap_with_compute():
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", SETS)
-def test_ranks_meet_as_they_did(what):
+def test_offload_preserves_rank_collectives(what):
     whole = cg.training_step(
         load("llama-2-7b", symbolic=True), optimizer=cg.AdamW(implementation="fused"), precision="bf16-master"
     )
@@ -190,30 +190,31 @@ def test_ranks_meet_as_they_did(what):
     assert cg.peak_memory(rank, **sizes) < cg.peak_memory(plain, **sizes)
 
 
-def test_a_pass_of_inference_brings_in_a_layer_at_a_time():
+def test_inference_fetches_one_layer_at_a_time():
     llama = cg.decode(load("llama-2-7b"))
     away = cg.offload(llama, "parameters")
     sizes = {"B": 1, "S": 128}
     assert cg.peak_memory(away, side="host", **sizes) == cg.param_bytes(llama)
-    # a table of 32,000 rows of 4,096, which is read whole here, or the head, and what is made of a token
+    # a table of 32,000 rows of 4,096, here read whole, or the head, and one token's activations
     table = 2 * 32_000 * 4_096
     assert table < cg.peak_memory(away, **sizes) - cg.cache_bytes(llama, **sizes) < 1.01 * table
     assert cg.seconds(away, "h100-sxm", **sizes) > cg.param_bytes(llama) / 63e9
 
 
-def test_stages_hold_what_waits_on_the_host():
+def test_pipeline_in_flight_activations_stay_on_host():
     whole = cg.training_step(model(), optimizer=cg.SGD(), accumulate=5)
     sizes = {"B": 64, "S": 64, "D": 8, "F": 16, "L": 8}
     placed = {"pp": 4, "micro_batches": 5}
     plain, away = (cg.parallelize(whole, **placed, offload=what).stages[0] for what in ((), "activations"))
-    # three micro-batches wait while one runs, with what two layers keep of each; of that one some is on the device
+    # three micro-batches are in flight beside a running one, each with two layers' activations; some of the running
+    # one's are on the device
     whole = cg.offload(cg.parallelize(whole, **placed), "activations")
     assert cg.peak_memory(whole.stages[0], **sizes) == cg.peak_memory(away, **sizes)
     waits = 3 * 2 * cg.saved_bytes(plain, **sizes)["layers"]
     assert cg.peak_memory(plain, **sizes) - cg.peak_memory(away, **sizes) >= waits
 
 
-def test_a_file_keeps_it(tmp_path):
+def test_offloaded_graph_survives_save_and_load(tmp_path):
     away = cg.offload(step(), EVERY)
     cg.save(away, tmp_path / "g.json")
     again = cg.load(tmp_path / "g.json")
@@ -224,29 +225,29 @@ def test_a_file_keeps_it(tmp_path):
 
 def test_refusals():
     whole = step()
-    with pytest.raises(GraphError, match=r"offload: 'states', expected of optimizer, parameters, activations"):
+    with pytest.raises(GraphError, match=r"offload: 'states', expected one of optimizer, parameters, activations"):
         cg.offload(whole, "states")
-    with pytest.raises(GraphError, match=r"parallelize: offload: 'disk', expected of optimizer, parameters"):
+    with pytest.raises(GraphError, match=r"parallelize: offload: 'disk', expected one of optimizer, parameters"):
         cg.parallelize(whole, offload="disk")
     away = cg.offload(whole, "optimizer")
-    with pytest.raises(UnsupportedError, match=r"offload of graph 'g', of which something lies on the host already"):
+    with pytest.raises(UnsupportedError, match=r"offload: graph 'g' already has tensors on the host"):
         cg.offload(away, "activations")
     llama = training_step(load("llama-2-7b"), precision="bf16-master")
-    with pytest.raises(UnsupportedError, match=r"puts a parameter on the host together of parts of all ranks"):
+    with pytest.raises(UnsupportedError, match=r"assembles a parameter on the host from the shards of all ranks"):
         cg.parallelize(llama, dp=2, zero=1, offload="parameters")
     with pytest.raises(GraphError, match=r"timeline: side 'disk', expected one of device, host"):
         cg.timeline(away, side="disk")
-    with pytest.raises(GraphError, match=r"peak_memory: device 'cuda' beside side 'host', expected one of them"):
+    with pytest.raises(GraphError, match=r"peak_memory: device 'cuda' with side 'host'; expected only one of them"):
         cg.peak_memory(away, device="cuda", side="host")
 
 
-def test_an_op_reads_one_memory():
+def test_op_operands_share_one_memory():
     with cg.Graph("g") as g:
         x = g.input("x", (3, 5))
         there = cg.ops.transfer(x, to="host")
         with pytest.raises(GraphError, match=r"pointwise of transfer\(3, 5; fp32\) on the host and x\(3, 5; fp32\) on"):
             cg.relu(there + x)
-        y = cg.relu(there)  # the host does that
+        y = cg.relu(there)  # runs on the host
         g.output(cg.ops.transfer(y))
     assert cg.peak_memory(g) == 2 * 60
     assert cg.peak_memory(g, side="host") == 2 * 60
@@ -254,12 +255,12 @@ def test_an_op_reads_one_memory():
         cg.ops.transfer(h.input("x", (3, 5)), to="disk")
 
 
-def test_a_transfer_is_written_into_what_is_there():
+def test_transfer_can_write_into_existing_tensor():
     from costgraph.ir.graph import apply
     from costgraph.ops.opaque import Transfer
 
     with (
         cg.Graph("g") as g,
-        pytest.raises(ShapeError, match=r"into y\(3; fp32\), expected one of its shape and format"),
+        pytest.raises(ShapeError, match=r"into y\(3; fp32\), expected a tensor of the same shape and format"),
     ):
         apply(Transfer(link="pcie", into=True), [g.input("y", (3,)), g.input("x", (5,))], "t")

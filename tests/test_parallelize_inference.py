@@ -1,4 +1,4 @@
-"""Steps of inference on a mesh: what they keep is split with the batch, and with the heads that it is of."""
+"""Parallel inference steps: caches are sharded with the batch and with their heads."""
 
 import pytest
 import sympy
@@ -10,8 +10,8 @@ import costgraph as cg
 from costgraph import testing
 from costgraph.ops.kv_cache import append
 
-#: Models that keep no heads: latent vectors, which all heads share, and states of recurrences without heads that tp
-#: splits; and those of which one weight makes queries and fewer keys.
+#: Models without cached heads: latent vectors shared by all heads, and recurrent states without heads for tp; and
+#: models with one weight for queries and fewer keys.
 RECURRENT = ("mamba", "rwkv", "xlstm")
 WHOLE = ("deepseek", "falcon", "mamba", "phi-3", "rwkv", "xlstm")
 
@@ -22,9 +22,9 @@ FEW = ("deepseek-v2-lite", "falcon-7b", "gemma-2-27b", "mamba-1.4b", "t5-11b")
 
 
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=LONG) for n in (*SIZES, *OTHERS)])
-def test_what_is_kept_is_split_with_the_batch_and_the_heads(name, tmp_path):
+def test_caches_are_sharded_with_batch_and_heads(name, tmp_path):
     whole = cg.decode(load(name, symbolic=True))
-    recurrent = name.startswith(RECURRENT)  # whose products tp leaves whole, which `strict` refuses
+    recurrent = name.startswith(RECURRENT)  # tp replicates their matmuls, which `strict` refuses
     rank = cg.parallelize(whole, dp=DP, tp=TP, strict=not recurrent)
     assert bool(rank.sharding.replicated) == recurrent
     cg.save(rank, tmp_path / "rank.json")
@@ -36,31 +36,31 @@ def test_what_is_kept_is_split_with_the_batch_and_the_heads(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral-8x22b", *(pytest.param(n, marks=LONG) for n in SIZES)])
 @pytest.mark.parametrize("transform", [cg.decode, cg.prefill])
-def test_a_pass_leaves_the_same_numbers_and_caches(name, transform):
+def test_parallel_pass_computes_same_values_and_caches(name, transform):
     whole = transform(load(name, symbolic=True, dtype="fp32"))
     rank = cg.parallelize(whole, dp=2, tp=2, strict=True)
     testing.check_sharded(whole, rank, **SIZES[name], B=2, S=3)
 
 
-def test_memory_of_a_rank_that_generates():
+def test_decode_memory_of_one_rank():
     step = cg.decode(load("llama-3-70b"))
     rank = cg.parallelize(step, dp=2, tp=8)
     sizes = {"B": 32, "S": 8192}
-    # keys and values of 80 layers, 8 heads of 128 elements of 2 bytes: a head, and 16 sequences
+    # keys and values of 80 layers, 8 heads of 128 elements of 2 bytes; a rank has one head and 16 sequences
     kept = 2 * 80 * 1 * 128 * 2 * 16 * 8192
     assert cg.cache_bytes(rank, **sizes) == kept
-    # a rank's weights and caches are there throughout, and the logits of its part of the vocabulary are small
+    # weights and caches of a rank are always live, and the logits for its vocabulary shard are small
     rest = cg.peak_memory(rank, **sizes) - cg.param_bytes(rank, **sizes) - kept
     assert 0 < rest < kept // 1000
-    # gains of norms are on all ranks: 2 of each layer and the last one
+    # norm gains are replicated: 2 per layer and the final one
     assert cg.param_count(rank) * 8 - cg.param_count(step) == 7 * (2 * 80 + 1) * 8192
-    # two sums of what a token's layer makes, that of the table's parts, and nothing of the cache
+    # two all-reduces per layer and token, one for the embedding table, and none for the cache
     sent = cg.communication(rank, **sizes)
     assert {(m.collective, m.axis) for m in sent} == {("all_reduce", "tp")}
     assert sum(m.times * m.bytes for m in sent) == (2 * 80 + 1) * 16 * 8192 * 2
 
 
-#: Of a plain run: heads that are shared and windows decode, latent vectors and windows are filled.
+#: Cases in the plain run: grouped heads and windows decode; latent vectors and windows prefill.
 PARTS = {cg.decode: ("falcon-7b", "gemma-2-27b"), cg.prefill: ("deepseek-v2-lite", "gemma-2-27b")}
 
 
@@ -73,11 +73,11 @@ PARTS = {cg.decode: ("falcon-7b", "gemma-2-27b"), cg.prefill: ("deepseek-v2-lite
         if name != "mamba-1.4b"
     ],
 )
-def test_a_context_is_kept_in_parts(name, transform):
+def test_context_parallel_cache_is_sharded(name, transform):
     whole = transform(load(name, symbolic=True, dtype="fp32"))
     rank = cg.parallelize(whole, cp=CP)
     assert sympy.cancel(cg.cache_bytes(rank) * CP / cg.cache_bytes(whole)) == 1
-    # W = 2: windows, that whole tokens are put together for, and the last positions of which are on ranks of their own
+    # W = 2: windows gather whole tokens, and their last positions are on different ranks
     testing.check_sharded(whole, rank, **{**SIZES[name], "P": 7} if name == "gpt2" else SIZES[name], B=2, S=6, CP=2)
 
 
@@ -90,18 +90,18 @@ def test_a_context_is_kept_in_parts(name, transform):
         ]),
     ],
 )  # fmt: skip
-def test_new_positions_are_kept_by_the_ranks_that_have_the_last_ones(context, new):
+def test_new_positions_are_cached_by_last_ranks(context, new):
     whole = cg.decode(load("llama-2-13b", symbolic=True, dtype="fp32"), new)
     rank = cg.parallelize(whole, cp=3, tp=2, context=context, strict=new == 1)
     testing.check_sharded(whole, rank, B=1, S=6, D=4, H=2, G=2, K=2, L=2, V=4, F=4)
-    # several positions see other keys each: those of all ranks are put together, and no cache of any other layer
+    # Several new positions see different keys: all ranks gather them, but no cache from another layer.
     assert {m.collective for m in cg.communication(rank) if m.axis == "cp"} == (
         {"all_reduce"} if new == 1 else {"send" if context == "ring" else "all_gather"}
     )
 
 
 @each("new", [1, 2, 5, 7])
-def test_each_rank_appends_what_it_has(new):
+def test_ranks_append_their_own_positions(new):
     with cg.Graph("g") as g:
         g.output(append(g.buffer("held", (6, 3)), g.input("x", (new, 3)), 0))
     rank = cg.shard(g, cg.mesh(cp=3), {"held": "(t cp) d"}, strict=True)
@@ -111,42 +111,44 @@ def test_each_rank_appends_what_it_has(new):
     assert not cg.communication(rank)
 
 
-def test_memory_and_traffic_of_a_rank_with_a_part_of_the_context():
+def test_memory_and_traffic_of_context_parallel_rank():
     step = cg.decode(load("llama-3-70b"))
     rank = cg.parallelize(step, cp=4, tp=8, strict=True)
     sizes = {"B": 5, "S": 131072}
-    # keys and values of 80 layers, one head of 8, of 128 elements of 2 bytes: 32,768 positions
+    # keys and values of 80 layers, one of 8 heads, 128 elements of 2 bytes: 32,768 positions
     assert cg.cache_bytes(rank, **sizes) == 2 * 80 * 128 * 2 * 5 * 32768
     sent = [m for m in cg.communication(rank, **sizes) if m.axis == "cp"]
-    # of 8 heads of 64 the largest score, the sum of exponentials and 128 sums of values, in bf16 as the scores
+    # for 8 of 64 heads the maximum score, the sum of exponentials and 128 value sums, in bf16 like the scores
     assert sorted(m.bytes for m in sent) == [5 * 8 * 2, 5 * 8 * 2, 5 * 8 * 128 * 2]
     assert {(m.collective, m.times) for m in sent} == {("all_reduce", 80)}
     alone = cg.parallelize(step, tp=8)
     best = [cg.plan.throughput(g, "h200-sxm", "B", S=131072).best.size for g in (alone, rank)]
-    # what is left beside the weights is room for four times as many sequences, whose activations take some of it
+    # the memory beside the weights fits almost four times as many sequences; their activations take some of it
     assert 4 * best[0] <= best[1] < 4 * (best[0] + 1)
 
 
-def test_stages_have_parts_of_the_context():
+def test_pipeline_stages_support_context_parallelism():
     whole = cg.decode(load("llama-3-8b"))
     rank = cg.parallelize(whole, cp=2, pp=4)
     assert {sympy.cancel(cg.cache_bytes(g) * 8 / cg.cache_bytes(whole)) for g in rank.stages} == {1}
 
 
-def test_a_state_has_no_positions_to_split():
-    with pytest.raises(cg.GraphError, match=r"tokens\(B, 1; int64\) of graph 'mamba-1.4b.decode' has one position"):
+def test_recurrent_state_has_no_positions_to_shard():
+    with pytest.raises(
+        cg.GraphError, match=r"tokens\(B, 1; int64\) of graph 'mamba-1.4b.decode' has a single position"
+    ):
         cg.parallelize(cg.decode(load("mamba-1.4b")), cp=2)
 
 
 @pytest.mark.parametrize("new", [1, 3])
-def test_an_answer_takes_the_steps_of_the_rank_with_the_most_positions(new):
+def test_latency_follows_rank_with_most_positions(new):
     model, at = load("llama-3-8b"), {"B": 5}
     first, step = cg.parallelize(cg.prefill(model), cp=2), cg.parallelize(cg.decode(model, new), cp=4)
-    found = cg.plan.latency(first, step, "h200-sxm", prompt=1024, steps=7, **at)
-    # behind 1,024 positions, each cache has room for what 4 ranks have as much of
+    latency = cg.plan.latency(first, step, "h200-sxm", prompt=1024, steps=7, **at)
+    # After 1,024 positions, each cache has room for equal shares on 4 ranks.
     rooms = [-(-(1024 + new * (i + 1)) // 4) * 4 for i in range(7)]
     each = [cg.roofline(step, "h200-sxm", S=n, **at).estimate for n in rooms]
-    assert found.next_token == each[0]
-    assert found.total - found.first_token == pytest.approx(sum(each), rel=1e-9)
+    assert latency.next_token == each[0]
+    assert latency.total - latency.first_token == pytest.approx(sum(each), rel=1e-9)
     apart = cg.plan.disaggregated(first, step, "h200-sxm", prompt=1024, steps=7, sequences=(1, 5))
     assert apart.next_token == each[0]

@@ -1,4 +1,4 @@
-"""Megatron's policies: gradients of micro-batches in buffers that a step keeps, reduced once and in place."""
+"""Megatron's policies: gradients accumulate in persistent buffers and are reduced once, in place."""
 
 import pytest
 import sympy
@@ -30,7 +30,7 @@ def megatron(whole, **degrees):
          ({"precision": "fp16-mixed", "set_to_none": False}, 1), ({"checkpoint": cg.every_block()}, 1),
      ])],
 )  # fmt: skip
-def test_numbers_are_those_of_one_device(options, zero):
+def test_megatron_step_computes_single_device_values(options, zero):
     whole = step(**options)
     testing.check_sharded(whole, megatron(whole, dp=2, tp=2, zero=zero, sequence=True), **TINY)
 
@@ -38,10 +38,10 @@ def test_numbers_are_those_of_one_device(options, zero):
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "degrees", "sizes"), [
     ("mixtral-8x22b", {"dp": 2, "ep": 2}, {"Fe": 6, "E": 4, "k": 2, "B": 4}),
-    ("gemma-2-27b", {"dp": 2, "tp": 2, "sequence": True}, {"W": 2}),  # its table is its head
+    ("gemma-2-27b", {"dp": 2, "tp": 2, "sequence": True}, {"W": 2}),  # its embedding is tied to its head
     ("llama-2-13b", {"dp": 2, "cp": 2}, {}),
 ])  # fmt: skip
-def test_so_are_those_of_other_models_and_axes(name, degrees, sizes):
+def test_other_models_and_axes_compute_single_device_values(name, degrees, sizes):
     whole = step(name)
     testing.check_sharded(whole, megatron(whole, **degrees, zero=1), **{**SMALL, **sizes})
 
@@ -49,13 +49,13 @@ def test_so_are_those_of_other_models_and_axes(name, degrees, sizes):
 @pytest.mark.parametrize(("name", "degrees", "sizes"), [
     ("llama-2-13b", {"dp": 2, "tp": 2, "sequence": True}, TINY),
     pytest.param("mixtral-8x22b", {"dp": 2, "ep": 2}, {"Fe": 6, "E": 4, "k": 2, "B": 4}, marks=pytest.mark.long),
-    pytest.param(  # all experts are chosen, which is balanced
+    pytest.param(  # choosing all experts balances the routing
         "deepseek-v3", {"ep": 2, "tp": 2},
         {"Fe": 6, "E": 4, "k": 4, "Eg": 2, "kg": 2, "Es": 1, "Ld": 1, "C": 4, "Cq": 4, "Kn": 2, "Kr": 2, "Kv": 2},
         marks=pytest.mark.long,
     ),
 ])  # fmt: skip
-def test_layers_as_megatron_runs_them_leave_the_same_numbers_on_ranks(name, degrees, sizes):
+def test_megatron_composed_layers_compute_same_values_on_ranks(name, degrees, sizes):
     model = load(name, symbolic=True, system="megatron")
     as_published = load(name, symbolic=True)
     for ask in (cg.param_count, cg.matmul_flops):
@@ -70,9 +70,9 @@ def params(rank, name):
     return found.numel.expr
 
 
-def test_a_rank_sends_its_gradients_in_fp32_once_and_its_parameters_in_bf16():
-    # distrib_optimizer.md of Megatron-LM: reduce-scatter of the gradients' buffer, all-gather of that of parameters;
-    # the buffer is of 4 bytes for each parameter of a rank, whatever the number of micro-batches
+def test_rank_sends_fp32_gradients_once_and_bf16_parameters():
+    # distrib_optimizer.md in Megatron-LM: reduce-scatter the gradient buffer, all-gather the parameter buffer; the
+    # buffer has 4 bytes per parameter of a rank, whatever the number of micro-batches
     rank = megatron(step(accumulate=M), dp=DP, tp=TP, zero=1, sequence=True)
     sources = [t for t in rank.tensors if t.role == "param" and t.producer is None]
     norms = sum(t.numel.expr for t in sources if "norm" in t.name)
@@ -83,12 +83,12 @@ def test_a_rank_sends_its_gradients_in_fp32_once_and_its_parameters_in_bf16():
     scattered = rows.filter(phase="backward", collective="reduce_scatter").total()
     assert sympy.expand(scattered - 4 * (others + norms) * ring) == 0
     assert sympy.expand(rows.filter(phase="optimizer").total() - 2 * (others + norms) * ring) == 0
-    # _allreduce_non_tensor_model_parallel_grads: gains of norms over tp, of which each rank has its part over dp
+    # _allreduce_non_tensor_model_parallel_grads: norm gains over tp; each rank has a shard of them over dp
     along = cg.communication(rank).filter(axis="tp", phase="backward", collective="all_reduce")
     assert sympy.expand(along.total() - 2 * 4 * norms / DP * (TP - 1) / TP) == 0
 
 
-def test_the_first_stage_of_zero_and_data_parallelism_alone():
+def test_plain_data_parallelism_all_reduces_one_buffer():
     # without the distributed optimizer: one all-reduce of the buffer
     rank = megatron(step(accumulate=M), dp=DP)
     reduced = cg.communication(rank).filter(phase="backward")
@@ -97,69 +97,70 @@ def test_the_first_stage_of_zero_and_data_parallelism_alone():
     assert sympy.expand(reduced.total() - 2 * total * (DP - 1) / DP) == 0
 
 
-def test_what_is_reduced_in_place_takes_no_memory():
-    # 12 bytes of a parameter are master weights and moments, which are split; of as many tokens a rank has all else
-    # that one device has
+def test_in_place_reduction_takes_no_memory():
+    # The 12 bytes per parameter are master weights and moments, which are sharded; for equal token counts, everything
+    # else matches one device.
     whole = step(accumulate=M)
     sizes = {"B": 1, "S": 128, "D": 256, "H": 8, "G": 8, "K": 32, "F": 512, "L": 4, "V": 1024, "M": 4}
     alone = cg.peak_memory(whole, **sizes)
-    rank = cg.parallelize(whole, dp=4, zero=1, reduce_each=False, strict=True)
+    rank = cg.parallelize(whole, dp=4, zero=1, reduce_every_microbatch=False, strict=True)
     peak = cg.peak_memory(rank, **{**sizes, "B": 4})
     spared = 12 * cg.param_count(whole, **{n: s for n, s in sizes.items() if n not in "BSM"}) * 3 / 4
-    counters = 4 * 12 * sizes["L"]  # counts of steps of at most 12 parameters of a layer, which are scalars
+    counters = 4 * 12 * sizes["L"]  # step counters for at most 12 parameters per layer are scalars
     assert abs(alone - peak - spared) <= counters
 
 
-def test_products_of_layers_add_what_they_make_to_buffers_themselves():
-    # gradient_accumulation_fusion: what a product makes in bf16 is neither written nor read, 2 bytes each; what
-    # autograd is handed instead is one tensor for each shape of a weight (get_dummy_wgrad of TransformerEngine)
+def test_weight_gradient_matmuls_accumulate_into_buffers():
+    # gradient_accumulation_fusion: the bf16 result of a matmul is neither written nor read, 2 bytes each; autograd
+    # instead receives one placeholder per weight shape (get_dummy_wgrad in TransformerEngine).
     whole = step(accumulate=M)
-    fused, apart = megatron(whole, tp=TP), cg.parallelize(whole, tp=TP, reduce_each=False, strict=True)
+    fused, apart = megatron(whole, tp=TP), cg.parallelize(whole, tp=TP, reduce_every_microbatch=False, strict=True)
     D, F, H, G, K, L = cg.dims("D F H G K L")
     layer = 2 * D * H * K + 2 * D * G * K + 3 * D * F
     assert sympy.expand(cg.bytes_moved(apart) - cg.bytes_moved(fused) - 4 * M * L * layer / TP) == 0
     assert sympy.expand(cg.matmul_flops(apart) - cg.matmul_flops(fused)) == 0
     handed = [t for t in fused.tensors if t.name.startswith("gradients.handed")]
-    shapes = [D * F, F * D, D * H * K, D * G * K, H * K * D]  # those of k and v are one, and of gate and up
+    shapes = [D * F, F * D, D * H * K, D * G * K, H * K * D]  # k and v share one shape, as do gate and up
     assert sympy.expand(sum(t.storage.bytes.expr for t in handed) - 2 * sum(shapes) / TP) == 0
 
 
-def test_terms_are_whole_sums_where_a_buffer_is_split_as_what_it_is_of():
-    # the rows of a table lie on different ranks: each gathers the gradient of its positions and adds up its own rows,
-    # as _ReduceScatterToSequenceParallelRegion does
+def test_sharded_buffers_accumulate_complete_sums():
+    # The table's rows are on different ranks: each rank gathers the gradients of all positions and accumulates its own
+    # rows, as _ReduceScatterToSequenceParallelRegion does.
     rank = megatron(step(), dp=2, tp=2, sequence=True)
     assert str(rank.sharding.places["tokens/table.grad"]) == "(tp V/2) _ + sum over dp"
     of_table = [m for m in cg.communication(rank).filter(axis="tp", phase="backward") if m.bytes.has(cg.dims("V"))]
     assert not of_table
 
 
-def test_a_sum_that_is_no_piece_of_its_buffer_is_reduced_whole():
+def test_non_contiguous_shards_are_reduced_whole():
     B, D, F = cg.dims("B D F")
     with cg.Graph("two") as g:
         x = cg.einsum(g.input("x", (B, D)), g.param("w", (D, 2 * F)), "b d, d f -> b f")
         g.output(cg.reduce(x * x, "b f -> ", "mean"))
     whole = cg.training_step(g, optimizer=cg.SGD(), accumulate=2, set_to_none=False)
-    halves = {"x": "m (b dp) d", "w": "d (2 f tp dp)", "w.grad": "d (2 f tp)"}  # a rank has a part of each half
-    rank = cg.shard(whole, cg.mesh(dp=2, tp=2), halves, gather="dp", reduce_each=False)
+    halves = {"x": "m (b dp) d", "w": "d (2 f tp dp)", "w.grad": "d (2 f tp)"}  # a rank has a shard of each half
+    rank = cg.shard(whole, cg.mesh(dp=2, tp=2), halves, gather="dp", reduce_every_microbatch=False)
     assert [m.collective for m in cg.communication(rank).filter(axis="dp", op="w.grad.all_reduce")] == ["all_reduce"]
     testing.check_sharded(whole, rank, B=2, D=3, F=4)
 
 
-def test_policies_of_other_systems_are_refused():
+def test_other_systems_policies_are_refused():
     whole = step()
     with pytest.raises(cg.UnsupportedError) as refused:
         megatron(whole, dp=2, zero=3)
     assert str(refused.value) == (
-        "parallelize: zero=3 beside system='megatron', whose distributed optimizer splits states: expected 0 or 1"
+        "parallelize: zero=3 with system='megatron', whose distributed optimizer shards optimizer states only; "
+        "expected 0 or 1"
     )
     with pytest.raises(cg.GraphError, match="parallelize: system is 'deepspeed', expected torch or megatron"):
         cg.parallelize(whole, dp=2, system="deepspeed")
 
 
-def test_one_rank_is_one_device():
+def test_one_rank_equals_one_device():
     whole = step()
     rank = megatron(whole, zero=1, sequence=True)
     assert len(cg.communication(rank)) == 0
     assert (cg.matmul_flops(rank), cg.param_bytes(rank)) == (cg.matmul_flops(whole), cg.param_bytes(whole))
-    once = cg.parallelize(whole, zero=1, sequence=True, reduce_each=False, strict=True)
+    once = cg.parallelize(whole, zero=1, sequence=True, reduce_every_microbatch=False, strict=True)
     assert cg.peak_memory(once) == cg.peak_memory(whole)

@@ -1,4 +1,4 @@
-"""Every production of a pattern, and the text of every refusal."""
+"""Every grammar production of a pattern, and every refusal text."""
 
 import pytest
 from each import each
@@ -40,7 +40,7 @@ def axes(*names):
         ("... a -> a ...", (axes("...", "a"),), axes("a", "...")),
     ],
 )
-def test_patterns(text, operands, result):
+def test_patterns_parse(text, operands, result):
     assert parse_pattern(text) == Pattern(operands, result)
     assert parse_pattern(text) is parse_pattern(text)
 
@@ -90,7 +90,7 @@ def test_ellipsis(text, ranks, expected):
         ("... ... -> a", None, "'...' twice in one operand"),
         ("a -> ... ...", None, "'...' twice in one operand"),
         ("a b ... -> a", (1,), "an operand of 1 axes, expected at least 2"),
-        ("... _0 -> _0", (3,), "names such as '_0' beside '...'"),
+        ("... _0 -> _0", (3,), "names such as '_0' together with '...'"),
         ("a -> a a", None, "axis 'a' twice in the result"),
         ("a b -> (a b) a", None, "axis 'a' twice in the result"),
         ("a -> a*2", None, "an index with '*' or '+' in the result, expected plain axes"),
@@ -119,25 +119,25 @@ def test_refusals(text, ranks, what):
         parse_pattern(text, ranks)
     message = str(caught.value)
     if "neither" in what and len(text) > 60:
-        what = "expected each axis once"  # a name too long for an axis
+        what = "expected each axis once"  # a name that is too long for an axis
     assert what in message
     assert message.startswith("pattern '")
     assert len(message) < 400
 
 
 @each("wrong", [None, 5, ["a -> b"], b"a -> a", ("a",), {}])
-def test_what_is_no_text(wrong):
+def test_non_string_patterns_are_refused(wrong):
     with pytest.raises(PatternError, match="expected text such as 'b s d -> b s'"):
         parse_pattern(wrong)
 
 
 @each("text", ["a " * 10**6, "(" * 10**6 + "->", "a*2+" * 10**6, "->" * 10**6, "," * 10**6 + "->"], ids=lambda t: t[:8])
-def test_a_million_characters_are_refused_at_once(text):
+def test_million_character_pattern_is_refused_quickly(text):
     with pytest.raises(PatternError, match=r"pattern of \d+ characters, expected at most 4000"):
         parse_pattern(text)
 
 
-def test_long_patterns_are_read_in_no_time():
+def test_long_patterns_parse_quickly():
     with limited():
         many = " ".join(f"a{i}" for i in range(600))
         parse_pattern(f"{many} -> ")

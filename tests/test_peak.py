@@ -1,4 +1,4 @@
-"""Peaks and lifetimes, of loops against the same loops written out."""
+"""Peaks and lifetimes, with loops checked against their unrolled form."""
 
 import oracles
 import pytest
@@ -19,7 +19,7 @@ def worked():
     return g
 
 
-def test_the_worked_example_has_its_two_regimes():
+def test_worked_example_has_two_regimes():
     peak = cg.peak_memory(worked())
     fixed = 4 * (D * F + F * K + B * D)
     found = {r.op: (r.formula - fixed).expand() for r in cg.regimes(peak)}
@@ -27,7 +27,7 @@ def test_the_worked_example_has_its_two_regimes():
 
 
 @each(("b", "d", "f", "k"), [(2, 3, 5, 7), (2, 3, 7, 5), (11, 3, 5, 5), (1, 1, 1, 1)])
-def test_the_worked_example_bound(b, d, f, k):
+def test_worked_example_at_numbers(b, d, f, k):
     expected = 4 * (d * f + f * k + b * d) + max(8 * b * f, 4 * b * f + 4 * b * k)
     assert cg.peak_memory(worked(), B=b, D=d, F=f, K=k) == expected
     line = cg.timeline(worked(), B=b, D=d, F=f, K=k)
@@ -41,7 +41,7 @@ def test_the_worked_example_bound(b, d, f, k):
     ]
 
 
-def test_what_holds_the_peak_needs_numbers():
+def test_peak_holder_requires_bound_sizes():
     line = cg.timeline(worked())
     assert len(line.moments) == 3
     with pytest.raises(BindingError, match="what holds the peak: expected numbers, still unbound: B, D, F, K"):
@@ -62,10 +62,10 @@ def test_workspace_counts_while_its_op_runs():
     assert cg.timeline(g, B=2).by_role == {"input": 8, "activation": 8, "workspace": 100}
 
 
-def test_block_formats_take_their_scales_along():
+def test_block_format_peaks_include_scales():
     with cg.Graph("g") as g:
         g.output(g.param("w", (7, 64), dtype="mxfp8"))
-    assert cg.peak_memory(g) == 7 * 64 + 7 * 2  # a scale of 8 bits for 32 elements
+    assert cg.peak_memory(g) == 7 * 64 + 7 * 2  # one 8-bit scale per 32 elements
 
 
 OPS = ("tanh", "relu_in_place", "add", "view", "slice", "matmul", "reduce", "concat", "copy")
@@ -80,7 +80,7 @@ def programs(draw):
 
 
 def build(program, size):
-    """A random graph of square matrices: tensors that an op in place has overwritten are left alone."""
+    """Build a random graph of square matrices; operands overwritten in place are not read again."""
     steps, outputs = program
     with cg.Graph("g", dtype="bf16") as g:
         alive = [g.input("x", (size, size)), g.param("w", (size, size), dtype="fp32"), g.input("y", (size, size))]
@@ -122,20 +122,20 @@ def test_peak_is_that_of_a_replay_with_sets_of_live_storages(program):
 @given(programs(), st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
 def test_the_symbolic_peak_is_that_of_a_replay_at_every_size(program, size):
-    symbolic = build(program, D)  # a symbol and a number larger than 1 decide views alike
+    symbolic = build(program, D)  # symbols and numbers larger than 1 give the same views
     assert cg.peak_memory(symbolic, D=size + 1) == oracles.peak(build(program, size + 1))
 
 
-def test_loops_are_played_out_in_a_bound_timeline():
+def test_bound_timeline_unrolls_loops():
     with cg.Graph("g") as g:
         g.output(cg.repeat(L, lambda x: cg.tanh(cg.relu(x)), g.input("x", (B,)), name="layers"))
     line = cg.timeline(g, B=3, L=5)
     assert len(line.moments) == 10
     assert line.moments[-1].op == "layers/tanh[4]"
-    assert line.peak == cg.peak_memory(g, B=3, L=5) == 4 * 3 * 3  # the input, and what an op reads and writes
+    assert line.peak == cg.peak_memory(g, B=3, L=5) == 4 * 3 * 3  # the input, and the operands of one op
 
 
-def test_a_timeline_names_the_op_even_where_one_case_is_left():
+def test_timeline_names_op_of_single_regime():
     B, D = cg.dims("B D")
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (B, D))))
@@ -177,7 +177,9 @@ BODIES = [(rotated, 3), (turned_back, 3), (two_rings, 5), (one_is_made, 3), (one
 
 
 def program(body, carries, count, read, *, looped):
-    """Carries of different sizes would not fit a ring: what differs is which are inputs and which are read after."""
+    """Carries of different sizes cannot form a ring; programs differ in inputs and in which carries are read
+    afterwards.
+    """
     with cg.Graph("g") as g:
         x, y = g.input("x", (7, 5)), g.input("y", (7, 5))
         state = tuple(cg.gelu(x) if i % 2 else (x, y)[i // 2 % 2] for i in range(carries))
@@ -193,7 +195,7 @@ def program(body, carries, count, read, *, looped):
 
 @pytest.mark.parametrize(("body", "carries"), BODIES)
 @pytest.mark.parametrize("read", [0, 1, 2])
-def test_a_ring_of_carries_has_the_peak_of_the_loop_written_out_at_every_count(body, carries, read):
+def test_carry_ring_peak_matches_unrolled_loop(body, carries, read):
     looped = program(body, carries, L, read, looped=True)
     formula, holds_from = cg.peak_memory(looped), cg.timeline(looped).holds_from["L"]
     most = 0
@@ -216,7 +218,7 @@ def grows_within(x):
     return x + cg.reduce(cg.ops.concat([cg.relu(x)] * 3, 0), "(n a) b -> a b", "sum", n=3)
 
 
-def test_two_loops_say_from_which_count_on_their_formula_holds():
+def test_two_loop_formula_states_minimum_count():
     def build(one, other):
         with cg.Graph("g") as g:
             x = cg.repeat(one, shrinks, g.input("x", (B, D)), name="first")
@@ -244,9 +246,9 @@ def test_two_loops_say_from_which_count_on_their_formula_holds():
 # -- moments -----------------------------------------------------------------------------------------------------------
 
 
-def test_moments_are_the_first_op_and_those_that_take_memory():
+def test_moments_are_first_op_and_allocating_ops():
     with cg.Graph("g") as g:
-        h = cg.relu(g.input("x", (7, 5)), inplace=True)  # takes none, but is the first
+        h = cg.relu(g.input("x", (7, 5)), inplace=True)  # allocates nothing, but comes first
         h = cg.relu(cg.gelu(h), inplace=True)
         (y,) = cg.opaque("op", [h.T], [((3,), "fp32")], flops=0, workspace=11)
         g.output(cg.relu(y, inplace=True))
@@ -258,7 +260,7 @@ def test_moments_are_the_first_op_and_those_that_take_memory():
     assert line.by_role == {"input": at, "activation": at, "output": 12, "workspace": 11}
 
 
-def test_the_first_op_can_hold_the_peak():
+def test_first_op_can_hold_the_peak():
     with cg.Graph("g") as g:
         x = g.input("x", (7, 5))
         cg.ops.concat([x] * 3, 0)
@@ -267,7 +269,7 @@ def test_the_first_op_can_hold_the_peak():
     assert (line.peak, line.op, line.regimes[0].op) == (4 * 35 * 4, "concat", "concat")
 
 
-def test_a_graph_without_ops_holds_what_it_is_given():
+def test_graph_without_ops_holds_its_inputs():
     with cg.Graph("g") as g:
         g.output(g.param("w", (B, 7)))
     line = cg.timeline(g)
@@ -279,12 +281,12 @@ def test_a_graph_without_ops_holds_what_it_is_given():
 
 @pytest.mark.parametrize("ask", [cg.peak_memory, cg.timeline, cg.lifetimes, cg.param_count, cg.costs])
 @pytest.mark.parametrize("wrong", [None, 3, "mlp", {}])
-def test_what_is_no_graph_is_refused(ask, wrong):
+def test_non_graphs_are_refused(ask, wrong):
     with pytest.raises(cg.GraphError, match="expected a"):
         ask(wrong)
 
 
-def test_the_slices_that_a_scan_stacks_are_there_until_its_last_reader():
+def test_scan_slices_live_until_last_reader():
     def body(h, x):
         y = cg.relu(h + x)
         return cg.tanh(y), y  # the slice is written before the last op runs

@@ -1,4 +1,4 @@
-"""Graphs, formulas and results in files of pickle and as deep copies; graphs in files of networkx."""
+"""Pickles and deep copies of graphs, formulas and results, and graphs in networkx formats."""
 
 import copy
 import pickle
@@ -42,7 +42,7 @@ def answers(g):
 
 
 def facts(g):
-    """All that is in the nodes, in order, and what each of them is joined to."""
+    """Return all node attributes in order, and the edges of each node."""
     return [
         (repr(n), [repr(m) for m in b.pred[n]], [repr(m) for m in b.succ[n]], n.graph is b,
          getattr(n, "strides", None), getattr(n, "domain", None), getattr(n, "phase", None))
@@ -51,7 +51,7 @@ def facts(g):
 
 
 @ways
-def test_a_copy_answers_the_same(way):
+def test_copy_gives_same_answers(way):
     g = net()
     out = way(g)
     assert type(out) is cg.Graph
@@ -64,14 +64,14 @@ def test_a_copy_answers_the_same(way):
 
 
 @ways
-def test_a_copy_refuses_what_the_graph_refuses(way):
+def test_copy_keeps_refusals(way):
     with pytest.raises(cg.BindingError, match="against the assumption 'F >= D'"):
         cg.flops(way(net()), F=2, D=3)
 
 
 @ways
 @each("first", [True, False])
-def test_changes_of_one_are_none_of_the_other(way, first):
+def test_copies_are_independent(way, first):
     g = net()
     before = answers(g), facts(g)
     out = way(g)
@@ -89,7 +89,7 @@ def test_changes_of_one_are_none_of_the_other(way, first):
 
 
 @ways
-def test_a_frozen_graph_stays_frozen(way):
+def test_copy_of_frozen_graph_is_frozen(way):
     out = way(net().freeze())
     assert nx.is_frozen(out)
     assert all(nx.is_frozen(b) for b in out.bodies())
@@ -102,7 +102,7 @@ def test_a_frozen_graph_stays_frozen(way):
         with pytest.raises((cg.GraphError, nx.NetworkXError), match="graph 'net' is finished"):
             change()
     assert answers(out) == answers(net())
-    with out:  # opened again, with all that is inside
+    with out:  # reopened, bodies included
         out.defaults.clear()
         out.output(cg.relu(out.outputs[0]))
     assert out.defaults == {}
@@ -110,7 +110,7 @@ def test_a_frozen_graph_stays_frozen(way):
 
 
 @ways
-def test_a_step_of_training_and_one_of_inference_can_be_copied(way):
+def test_training_and_inference_steps_can_be_copied(way):
     for g in (training_step(load("gpt2"), optimizer=cg.AdamW()), cg.decode(load("gpt2"))):
         out = way(g)
         assert answers(out) == answers(g)
@@ -121,7 +121,7 @@ def test_a_step_of_training_and_one_of_inference_can_be_copied(way):
 
 
 @ways
-def test_one_node_is_copied_with_its_graph(way):
+def test_copying_a_node_copies_its_graph(way):
     g = net()
     tensor, again, op = way((g.outputs[0], g.outputs[0], g.ops[0]))
     assert tensor is again
@@ -135,7 +135,7 @@ def test_one_node_is_copied_with_its_graph(way):
 
 
 @ways
-def test_a_copy_of_a_part_of_a_graph(way):
+def test_subgraph_copy(way):
     g = net()
     part = g.copy()
     part.remove_node(part.ops[-1])
@@ -145,7 +145,7 @@ def test_a_copy_of_a_part_of_a_graph(way):
     assert {n.graph for n in out} == {out.outputs[0].graph} != {g}
 
 
-def test_a_shallow_copy_is_a_graph_of_its_own():
+def test_shallow_copy_is_an_independent_graph():
     g = net()
     out = copy.copy(g)
     out.outputs.clear()
@@ -155,16 +155,16 @@ def test_a_shallow_copy_is_a_graph_of_its_own():
 
 
 @ways
-def test_long_graphs(way):
+def test_long_graphs_can_be_pickled(way):
     with cg.Graph("long") as g:
         x = g.input("x", (B,))
-        for _ in range(1500):  # Python calls no function as deep as this
+        for _ in range(1500):  # deeper than Python's recursion limit
             x = cg.relu(x)
         g.output(x)
     assert cg.flops(way(g)) == 1500 * B
 
 
-def test_another_process_reads_it():
+def test_graph_unpickles_in_another_process():
     wanted = net()
     program = (
         "import pickle, sys; g = pickle.load(sys.stdin.buffer); import costgraph as cg\nwith g:\n"
@@ -176,7 +176,7 @@ def test_another_process_reads_it():
     assert done.stdout.decode().strip() == f"{cg.peak_memory(wanted, B=2, D=3, F=5)} {cg.flops(wanted)}"
 
 
-def test_a_kind_that_nobody_registered_is_refused():
+def test_unregistered_kind_is_refused():
     kind = net().ops[0].kind
     data = pickle.dumps(kind)
     assert pickle.loads(data) == kind
@@ -213,7 +213,7 @@ FORMULAS = {
 
 @ways
 @each("name", FORMULAS)
-def test_formulas_and_their_compiled_forms(way, name):
+def test_formulas_and_compiled_formulas_can_be_pickled(way, name):
     formula = FORMULAS[name]()
     assert way(formula) == formula
     assert type(way(formula)) is type(formula)
@@ -228,7 +228,7 @@ def test_formulas_and_their_compiled_forms(way, name):
 
 
 @ways
-def test_a_compiled_formula_keeps_what_it_does_outside(way):
+def test_compiled_formula_keeps_out_of_range_mode(way):
     formula = cg.peak_memory(net())
     sizes = {"B": 1, "D": [2, 9], "F": 4}
     with pytest.raises(cg.BindingError, match="F >= D"):
@@ -263,7 +263,7 @@ def result(name):
 
 @ways
 @pytest.mark.parametrize("name", RESULTS)
-def test_results(way, name):
+def test_results_can_be_pickled(way, name):
     found = result(name)
     out = way(found)
     assert out == found
@@ -275,7 +275,7 @@ def test_results(way, name):
 
 
 @pytest.mark.parametrize("make", [net, lambda: cg.training_step(cg.models.load("mlp"), optimizer=cg.SGD())])
-def test_graphml(make, tmp_path):
+def test_graphml_export(make, tmp_path):
     g = make()
     g.graph["note"] = "mine"
     nx.write_graphml(nx.relabel_nodes(g, str), tmp_path / "g.graphml")
@@ -286,7 +286,7 @@ def test_graphml(make, tmp_path):
     assert read.graph["note"] == "mine"
 
 
-def test_graphs_of_networkx_go_on_knowing_what_they_are_of():
+def test_networkx_copies_keep_graph_metadata():
     g = net()
     for out in (g.copy(), nx.relabel_nodes(g, {}), g.reverse(), g.reverse(copy=False), g.subgraph(list(g))):
         assert (out.name, out.dtype, out.outputs, out.defaults) == (g.name, g.dtype, g.outputs, g.defaults)

@@ -1,4 +1,4 @@
-"""Time of pipelines: events beside a recursion of their own, and idle shares beside what is simulated."""
+"""Pipeline times: simulated events against an independent recursion, and idle fractions against simulations."""
 
 from fractions import Fraction
 from functools import cache
@@ -16,19 +16,22 @@ from costgraph.analysis.step_time import (
 )
 
 m, p, v, f, i, w = cg.dims("m p v f i w")
-# names, chunks of a rank, ranks and micro-batches: beyond the sizes that a formula comes from
+# names, chunks per rank, ranks and micro-batches, beyond the sizes that formulas were fitted to
 CASES = [
     ("gpipe", 1, 11, 3), ("gpipe", 1, 2, 7), ("1f1b", 1, 7, 13), ("1f1b", 1, 11, 5), ("1f1b", 1, 1, 3),
     ("interleaved", 5, 7, 14), ("interleaved", 2, 3, 15), ("zb-h1", 1, 7, 13), ("zb-h1", 1, 11, 11),
     ("interleaved-zb", 5, 7, 14), ("zbv", 2, 7, 23), ("zbv", 2, 2, 3), ("zbv", 2, 1, 5), ("dualpipev", 2, 7, 17),
     ("dualpipev", 2, 3, 13), ("dualpipe", 2, 14, 34), ("dualpipe", 2, 2, 6),
 ]  # fmt: skip
-# of a forward, of both gradients: each of the three is the longest once, and once the shortest by far
+# forward, input gradient and weight gradient; each of the three dominates once and is negligible once
 TIMES = [(1, 1, 1), (7, 3, 2), (2, 11, 3), (3, 5, 13), (13, 2, 11), (Fraction(1, 3), Fraction(2, 7), 5), (5, 31, 1)]
 
 
 def ends(ranks, times, send):
-    """When actions end: each behind the one before it on its rank and behind what it needs, asked for backwards."""
+    """Return when actions end.
+
+    Each action starts after its predecessor on the rank and after its dependencies; the recursion runs backwards.
+    """
     place = {}
     for r, actions in enumerate(ranks):
         for k, a in enumerate(actions):
@@ -57,7 +60,7 @@ def played(lists, times, send=0):
 
 
 @each(("name", "chunks", "ranks", "many"), CASES)
-def test_events_are_those_of_a_recursion(name, chunks, ranks, many):
+def test_events_match_recursion(name, chunks, ranks, many):
     lists = cg.plan.schedule(name, ranks, many, chunks)
     for times, send in ((TIMES[1], 0), (TIMES[5], Fraction(3, 11))):
         found = played(lists, times, send)
@@ -66,12 +69,12 @@ def test_events_are_those_of_a_recursion(name, chunks, ranks, many):
         work = many * (2 if name == "zbv" or name == "dualpipev" else chunks if name != "dualpipe" else 1)
         assert set(found.busy) == {work * sum(times)}
         assert found.idle == tuple(found.makespan - n for n in found.busy)
-        sent = cg.plan.schedule(name, ranks, many, chunks, sends=True)  # lists with sends in them take as long
+        sent = cg.plan.schedule(name, ranks, many, chunks, sends=True)  # takes the same time
         assert played(sent, times, send) == found
 
 
 @pytest.mark.parametrize(("name", "chunks", "ranks", "many"), CASES)
-def test_the_idle_share_is_that_of_the_events(name, chunks, ranks, many):
+def test_idle_fraction_matches_events(name, chunks, ranks, many):
     lists = cg.plan.schedule(name, ranks, many, chunks)
     looped = name.startswith("interleaved")
     sizes = {"p": ranks, "m": many, **({"v": chunks} if looped else {})}
@@ -83,7 +86,7 @@ def test_the_idle_share_is_that_of_the_events(name, chunks, ranks, many):
         forward, inputs, weights = times
         named = {"forward": forward, "backward_input": inputs, "backward_weight": weights}
         assert cg.plan.bubble(name, ranks, many, chunks, **named) == pytest.approx(float(idle), rel=1e-14)
-        if (name, ranks) != ("zbv", 1):  # its formula is of two ranks at least
+        if (name, ranks) != ("zbv", 1):  # its formula needs at least two ranks
             formula = cg.plan.bubble(name, p, m, v if looped else None, **named)
             assert cg.evaluate(formula, **sizes if formula.free_symbols else {}) == pytest.approx(
                 float(idle), rel=1e-14
@@ -94,7 +97,7 @@ def test_the_idle_share_is_that_of_the_events(name, chunks, ranks, many):
 
 
 def drawn(random):
-    """Draw runs of ranks that are alike, first and last, with two times each; and micro-batches, few or many."""
+    """Draw runs of equal ranks, distinct first and last ranks with two times each, and few or many micro-batches."""
     ranks, most, at, runs = random.randint(2, 9), random.randint(1, 30), 0, []
     while at < ranks:
         behind = at + random.randint(1, ranks - at)
@@ -104,7 +107,7 @@ def drawn(random):
 
 
 @pytest.mark.parametrize("many", [200, pytest.param(4000, marks=pytest.mark.long)])
-def test_one_by_one_of_stages_that_differ_takes_what_its_events_do(many):
+def test_1f1b_time_of_unequal_stages_matches_events(many):
     random = Random(0)
     for _ in range(many):
         runs, m = drawn(random)
@@ -117,7 +120,7 @@ def test_one_by_one_of_stages_that_differ_takes_what_its_events_do(many):
         assert found.constant == events.makespan, (runs, m)
 
 
-def test_one_by_one_with_open_ranks_and_micro_batches_is_one_formula():
+def test_1f1b_time_with_symbolic_sizes_is_one_formula():
     random, (last, many) = Random(1), map(poly, (p - 1, m))
     for _ in range(40):
         times = [tuple(poly(random.randint(1, 20)) for _ in range(2)) for _ in range(3)]
@@ -133,16 +136,16 @@ def test_one_by_one_with_open_ranks_and_micro_batches_is_one_formula():
                 ).makespan  # fmt: skip
 
 
-def test_idle_shares_as_published():
-    # Narayanan et al. 2021, sections 2.2.1 and 2.2.2; Qi et al. 2023, table 2, for times that they take for granted
+def test_idle_fractions_match_publications():
+    # Narayanan et al. 2021, sections 2.2.1 and 2.2.2; Qi et al. 2023, table 2, with the times that the paper assumes
     assert cg.plan.bubble("gpipe", p, m) == cg.plan.bubble("1f1b", p, m) == (p - 1) / m
     assert cg.plan.bubble("interleaved", p, m, v, forward=f, backward_input=i) == (p - 1) / (m * v)
     idle = cg.plan.bubble("zb-h1", p, m, forward=f, backward_input=i, backward_weight=w) * m * (f + i + w)
     assert cg.evaluate(idle, p=5, m=7, f=13, i=11, w=3) == 4 * (13 + 11 - 3)
 
 
-def test_stages_that_take_unequal_times():
-    # two stages: the second waits for each of three forwards of 7, and the last gradient of it is followed by one of 7
+def test_unequal_stage_times():
+    # two stages: the second waits for each of three forward passes of 7; after its last gradient comes one of 7
     found = cg.plan.simulate(cg.plan.schedule("gpipe", 2, 3), forward=[7, 2], backward_input=[5, 3], backward_weight=2)
     assert [e.end for e in found.events[1]] == [9, 16, 23, 28, 33, 38]
     assert found.makespan == 28 + 3 * 7
@@ -152,26 +155,26 @@ def test_stages_that_take_unequal_times():
 @each(
     ("actions", "named", "text"),
     [
-        ("1f1b", {"forward": -1}, "simulate: forward is -1, expected a time that is not negative"),
+        ("1f1b", {"forward": -1}, "simulate: forward is -1, expected a nonnegative time"),
         ("1f1b", {"send": "1 s"}, "simulate: send is '1 s', expected a time"),
         ("1f1b", {"forward": p}, "simulate: forward is p, expected a time"),
         ("1f1b", {"backward_weight": float("nan")}, "simulate: backward_weight is nan, expected a time"),
         ("1f1b", {"forward": [1, 2]}, "forward of 2 stages, expected a number, or one for each of 3"),
         ("1f1b", {"forward": [1, 2, None]}, "forward[2] is None, expected a time"),
-        ([], {}, "simulate: actions of no rank"),
+        ([], {}, "simulate: no actions"),
         ([[("F", 0, 0, None)]], {}, "simulate: actions is [[('F', 0, 0, None)]], expected"),
     ],
 )  # fmt: skip
-def test_what_is_no_time_is_refused(actions, named, text):
+def test_invalid_times_are_refused(actions, named, text):
     with pytest.raises(cg.CostGraphError) as refused:
         cg.plan.simulate(cg.plan.schedule(actions, 3, 5) if isinstance(actions, str) else actions, **named)
     assert text in str(refused.value)
 
 
-def test_lists_that_are_none_are_refused():
+def test_invalid_action_lists_are_refused():
     (first, *rest), *others = cg.plan.schedule("1f1b", 3, 5)
     for lists, text in (
-        ([[*rest, first], *others], "rank 0 waits for ever to do B of stage 0 and micro-batch 0"),
+        ([[*rest, first], *others], "rank 0 deadlocks at B of stage 0 and micro-batch 0"),
         ([[first, first, *rest], *others], "actions[0][1] is ('F', 0, 0) a second time"),
         ([[first._replace(kind="G"), *rest], *others], "actions[0][0] is ('G', 0, 0), expected one as schedule lists"),
         ([[first._replace(stage=-1), *rest], *others], "actions[0][0] is ('F', -1, 0), expected one"),
@@ -181,14 +184,14 @@ def test_lists_that_are_none_are_refused():
         assert text in str(refused.value)
 
 
-def test_shares_that_are_none_are_refused():
+def test_invalid_idle_fraction_arguments_are_refused():
     for arguments, named, text in (
         (("1f1c", 3, 5), {}, "schedule '1f1c', expected one of gpipe"),
-        (("zb-h1", 5, 3), {}, "micro-batches above the fewest"),
+        (("zb-h1", 5, 3), {}, "micro-batches above the minimum"),
         (("1f1b", 3, 5), {"forward": 0}, "bubble: forward: 0, expected a positive number"),
     ):
         with pytest.raises(cg.CostGraphError) as refused:
             cg.plan.bubble(*arguments, **named)
         assert text in str(refused.value)
-    with pytest.raises(cg.BindingError, match="ranks above the fewest"):
+    with pytest.raises(cg.BindingError, match="ranks above the minimum"):
         cg.evaluate(cg.plan.bubble("zbv", p, m), p=1, m=3)

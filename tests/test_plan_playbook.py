@@ -1,4 +1,4 @@
-"""The plan that a search picks, among those that were measured: tests/measured/published/playbook.json."""
+"""Plans picked by a search, against measured plans in tests/measured/published/playbook.json."""
 
 import json
 from functools import cache
@@ -9,22 +9,22 @@ import pytest
 import costgraph as cg
 
 RECORD = json.loads((Path(__file__).parent / "measured/published/playbook.json").read_text())
-VOCABULARY = 131072  # with which tokens/s and the MFU that stands beside them agree: 6*N + 12*L*S*D FLOPs a token
-# What a device reports is above the peak of a graph, mostly by up to a third: libraries, the pool of an allocator,
-# buffers of NCCL. Picks without pipelines are the same for 60 GB to 64 GB; of 65 to 68 GB, three groups (80B, 3B on 16
-# nodes, 8B on one) have a plan of 64.3 to 66.8 GB that did not come to an end.
+VOCABULARY = 131072  # makes tokens/s and the published MFU agree: 6*N + 12*L*S*D FLOPs per token
+# Reported device memory exceeds a graph's peak, mostly by up to a third: libraries, allocator pool, NCCL buffers. Picks
+# without pipelines are the same from 60 GB to 64 GB; for 65 to 68 GB, three groups (80B, 3B on 16 nodes, 8B on one)
+# include a plan of 64.3 to 66.8 GB whose run did not finish.
 ROOM = 64e9
-#: Of the best measured tokens/s, what the pick of a group has to have, but for these: what is reached there. 1B on 64
-#: nodes: rows of equal work, which differ in the size of a micro-batch alone, were measured 2.8 times apart, the larger
-#: one slower (2,764 and 1,000 tokens/s).
+#: Fraction of the best measured tokens/s that the pick in a group must reach, with exceptions at their actual level. 1B
+#: on 64 nodes: rows with equal work that differ only in micro-batch size were measured 2.8 times apart, the larger one
+#: slower (2,764 and 1,000 tokens/s).
 ENOUGH = 0.9
 LESS = {("1B", 64): 0.61}
 
 
-#: The same where pipelines are tried as well, with collectives on streams of their own or not. 8B on 16 nodes: two
-#: stages of two ranks each are 7 % ahead of what was measured at 90 %, which is more than a tie. No term is off for all
-#: rows of a kind: of those near the best one, measured times are 1.4 to 1.8 times the predicted ones with and without
-#: stages wherever a micro-batch is of one or two sequences, and 1.2 times where it is of eight.
+#: The same with pipelines, with or without separate collective streams. 8B on 16 nodes: two stages with two ranks each
+#: lead a plan measured at 90 % by 7 %, more than a tie. No single term explains this: near the best row, measured times
+#: are 1.4 to 1.8 times the predicted ones with and without stages for micro-batches of one or two sequences, and 1.2
+#: times for eight.
 LESS_IN_STAGES = {("1B", 64): 0.37, ("8B", 16): 0.83}
 
 
@@ -40,7 +40,7 @@ ROWS = rows()
 
 @cache
 def model(name):
-    """A model of logits."""
+    """Build a model that returns logits."""
     depth, width, heads, inner, tied = RECORD["models"][name]
     return cg.models.from_config(
         {
@@ -52,13 +52,13 @@ def model(name):
     )  # fmt: skip
 
 
-#: One is asked each time: models differ in sizes alone.
+#: A plain run tests one group, as the models differ only in size.
 GROUPS = [pytest.param(g, marks=() if g == ("3B", 1) else pytest.mark.long, id=f"{g[0]} on {g[1]}") for g in ROWS]
 
 
 @cache
 def trained(name):
-    """One with its loss, cross-entropy of logits in fp32: cast_to_fp32 and Loss in nanotron's models/llama.py."""
+    """Add the loss, cross-entropy of fp32 logits: cast_to_fp32 and Loss in nanotron's models/llama.py."""
     graph = model.__wrapped__(name)
     with graph:
         logits = graph.outputs[0]
@@ -68,14 +68,14 @@ def trained(name):
 
 
 def picked(graph, nodes, measured, **limits):
-    """Return the measured tokens/s of the first plan that was measured; none of those that fit needed too much."""
-    found = cg.plan.search(
+    """Return the measured tokens/s of the first measured plan; plans that fit must not have run out of memory."""
+    result = cg.plan.search(
         graph, devices=8 * nodes, hardware="h100-sxm", precision="megatron-bf16", B=256, S=4096, memory=ROOM,
-        zero=(0, 1), checkpoint="none", sequence=True, reduce_each=False, hold=False, tp={tp for _, tp, *_ in measured},
-        **limits,
+        zero=(0, 1), checkpoint="none", sequence=True, reduce_every_microbatch=False, keep_gathered=False,
+        tp={tp for _, tp, *_ in measured}, **limits,
     )  # fmt: skip
-    plans = [(p.dp, p.tp, p.pp, p.zero, p.micro_batch, p.accumulate) for p in found.rows]
-    # what fits was not measured to need more than there is
+    plans = [(p.dp, p.tp, p.pp, p.zero, p.micro_batch, p.accumulate) for p in result.rows]
+    # a plan that fits was not measured to run out of memory
     assert all((measured[plan][1] or 0) <= 80 for plan in plans if plan in measured)
     return measured[next(plan for plan in plans if plan in measured)][0]
 
@@ -85,16 +85,16 @@ def best(measured):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_what_is_picked_was_measured_to_be_fast(group):
+def test_picked_plans_were_measured_fast(group):
     measured = {plan: row for plan, row in ROWS[group].items() if plan[2] == 1}
     speed = picked(model(group[0]), group[1], measured, pp=1)
-    assert speed is not None  # it came to an end
+    assert speed is not None  # its run finished
     assert speed >= LESS.get(group, ENOUGH) * best(measured)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("group", ROWS, ids=lambda g: f"{g[0]} on {g[1]}")
-def test_what_is_picked_with_pipelines_was_measured_to_be_fast(group):
+def test_picked_pipeline_plans_were_measured_fast(group):
     measured = ROWS[group]
     overlap = ("none", "streams")[[*ROWS].index(group) % 2]
     pp = {pp for _, _, pp, *_ in measured}

@@ -1,4 +1,4 @@
-"""The search for a plan: formulas over arrays beside each plan on its own, limits, and what is refused."""
+"""Plan search: vectorized formulas against single plans, limits, and refusals."""
 
 import csv
 import json
@@ -26,8 +26,8 @@ from costgraph.plan.strategy_templates import PlanFamily
 
 B, S, D, F, V = cg.dims("B S D F V")
 SIZES = {"S": 52, "D": 104, "F": 208, "V": 182}
-#: Every micro-batch reduces gradients and nothing overlaps: what a graph of one rank takes by itself.
-PLAIN = {"overlap": "none", "reduce_each": True}
+#: Reduce gradients in every micro-batch without overlap, which is the time of the per-rank graph alone.
+PLAIN = {"overlap": "none", "reduce_every_microbatch": True}
 MANY = {"devices": 26, "hardware": "h100-sxm", "B": 78, "precision": "bf16", **SIZES, **PLAIN}
 FEW = {**MANY, "zero": (1, 3), "checkpoint": "every-block"}
 
@@ -72,11 +72,11 @@ def mean(logits):
 
 OTHERS = [
     {"devices": 3, "B": 6}, {"overlap": "ideal"}, {"S": 26}, {"precision": "fp32"}, {"loss": mean},
-    {"optimizer": cg.SGD()}, {"hardware": "a100-80-sxm"}, {"reduce_each": False, "accumulate": 2, "B": 8},
+    {"optimizer": cg.SGD()}, {"hardware": "a100-80-sxm"}, {"reduce_every_microbatch": False, "accumulate": 2, "B": 8},
 ]  # fmt: skip
 
 
-def test_what_a_search_leaves_with_a_model_is_of_the_same_question_alone(monkeypatch):
+def test_search_cache_is_reused_only_for_same_question(monkeypatch):
     steps = []
     monkeypatch.setattr(
         strategy_templates, "training_step", lambda *a, **k: steps.append(a) or cg.training_step(*a, **k)
@@ -97,7 +97,7 @@ def test_what_a_search_leaves_with_a_model_is_of_the_same_question_alone(monkeyp
 
 
 def alone(model, plan, overlap="none", precision="bf16", sizes=SIZES, **options):
-    """Return bytes and seconds of a plan that is derived with its own numbers."""
+    """Return peak bytes and seconds of a plan, derived with its own sizes and degrees."""
     how = {"none": None, "every-block": EVERY_BLOCK}[plan.checkpoint]
     step = training_step(model, precision=precision, checkpoint=how, accumulate=plan.accumulate)
     rank = cg.parallelize(step, dp=plan.dp, tp=plan.tp, zero=plan.zero, sequence=plan.sequence, **options)
@@ -113,7 +113,7 @@ def of_each_kind(rows):
     return [*kinds.values()]
 
 
-def test_each_plan_takes_what_its_graph_takes_alone(model, found, few):
+def test_plans_match_separately_derived_graphs(model, found, few):
     assert {(p.dp, p.tp) for p in found.rows} == {(26, 1), (13, 2), (2, 13), (1, 26)}
     assert {p.zero for p in found.rows} == {0, 1, 2, 3}
     for plan in (*of_each_kind(found.rows), *few.rows[::9]):
@@ -125,24 +125,24 @@ def test_each_plan_takes_what_its_graph_takes_alone(model, found, few):
         assert plan.dp * plan.micro_batch * plan.accumulate == 78
 
 
-def test_what_is_given_other_than_tokens_is_searched_by_samples():
+def test_models_without_tokens_are_searched_by_samples():
     C, R = cg.dims("C R")
     with cg.Graph("convnet", dtype="bf16") as g:
         x = cg.relu(cg.nn.conv(g.input("images", (B, C, R, R)), "b c h w -> b d h w", window=3, padding=1, d=D))
         g.output(cg.linear(cg.reduce(x, "b d h w -> b d", "mean"), "b d -> b v", v=V, name="head"))
         g.loss = "cross_entropy"
     sizes = {"C": 3, "R": 17, "D": 26, "V": 13}
-    made = cg.plan.search(g, devices=2, hardware="h100-sxm", precision="bf16", tp=1, zero=0, B=38, **sizes, **PLAIN)
-    assert made.unit == "samples"
-    assert "  samples/s  " in str(made)
-    assert {(p.dp, p.accumulate) for p in made.rows} == {(2, 1), (2, 19)}
-    for plan in made.rows:
+    result = cg.plan.search(g, devices=2, hardware="h100-sxm", precision="bf16", tp=1, zero=0, B=38, **sizes, **PLAIN)
+    assert result.unit == "samples"
+    assert "  samples/s  " in str(result)
+    assert {(p.dp, p.accumulate) for p in result.rows} == {(2, 1), (2, 19)}
+    for plan in result.rows:
         peak, taken = alone(g, plan, sizes=sizes)
         assert (plan.memory, plan.seconds) == (peak, pytest.approx(taken, rel=1e-9))
         assert plan.throughput == pytest.approx(38 / taken, rel=1e-9)
 
 
-def test_tokens_are_counted_where_all_inputs_are_sequences_of_one_length():
+def test_throughput_unit_is_tokens_for_equal_length_inputs():
     inputs = {
         "tokens": [("tokens", (B, S), "int64"), ("types", (B, S), "int64")],
         "samples": [("source", (B, F), "int64"), ("tokens", (B, S), "int64")],
@@ -158,7 +158,7 @@ def test_tokens_are_counted_where_all_inputs_are_sequences_of_one_length():
         assert amount == poly(B * S if unit == "tokens" else B)
 
 
-def test_plans_are_sorted_and_say_what_makes_them_slower(found):
+def test_plans_are_sorted_and_explain_slowdowns(found):
     times = [p.seconds for p in found.rows]
     assert times == sorted(times)
     assert found.best is found.rows[0]
@@ -171,7 +171,7 @@ def test_plans_are_sorted_and_say_what_makes_them_slower(found):
         assert plan.parts[plan.bound] == max(plan.parts.values())
 
 
-def test_nothing_is_as_fast_and_as_small_as_what_is_on_the_front(found):
+def test_pareto_front_is_not_dominated(found):
     front = found.pareto().rows
     for plan in found.rows:
         better = [p for p in front if p.seconds <= plan.seconds and p.memory <= plan.memory]
@@ -195,7 +195,7 @@ def test_nothing_is_as_fast_and_as_small_as_what_is_on_the_front(found):
         ({"micro_batch": 3, "tp": 2}, lambda p: p.micro_batch == 3),
     ],
 )
-def test_a_limit_leaves_what_is_within_it_and_gives_no_faster_plan(model, few, limit, holds):
+def test_limits_filter_plans(model, few, limit, holds):
     less = cg.plan.search(model, **{**FEW, **limit})
     assert less.rows
     assert all(map(holds, less.rows))
@@ -203,7 +203,7 @@ def test_a_limit_leaves_what_is_within_it_and_gives_no_faster_plan(model, few, l
     assert less.best.seconds >= few.best.seconds
 
 
-def test_what_does_not_fit_is_left_out(model, few):
+def test_plans_beyond_memory_are_left_out(model, few):
     limit = sorted(p.memory for p in few.rows)[len(few.rows) // 2]
     less = cg.plan.search(model, **FEW, memory=limit)
     assert [(p.seconds, p.memory) for p in less.rows] == [(p.seconds, p.memory) for p in few.rows if p.memory <= limit]
@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_left_out(model, few):
     (note,) = nothing.notes
     assert note == f"no plan fits: {format_bytes(least)} or more of 1 B"
     assert f"note  {note}" in str(nothing)
-    assert len(nothing.family.derived.steps) == 1  # of all that is computed again or not, states are the same
+    assert len(nothing.family.derived.steps) == 1  # recomputation does not change the states
     with pytest.raises(cg.FormatError, match="--checkpoint 'some': expected none, every-block"):
         cg.plan.search(model, **{**FEW, "checkpoint": "some"}, memory=1)
 
@@ -231,55 +231,55 @@ def test_what_does_not_fit_is_left_out(model, few):
         ({"dp": 5, "devices": 5}, "no plan: no degrees within the limits divide the devices and the batch"),
     ],
 )
-def test_where_there_is_no_plan_notes_say_why(given, why):
+def test_notes_explain_missing_plans(given, why):
     asked = {**FEW, "checkpoint": "none", "micro_batch": 1, **given}
     for executor in (None, Elsewhere()):
-        found = cg.plan.search(lm(V=182), **asked, executor=executor)
-        (note,) = found.notes
-        assert found.rows == ()
+        result = cg.plan.search(lm(V=182), **asked, executor=executor)
+        (note,) = result.notes
+        assert result.rows == ()
         assert re.match(why, note)
 
 
 @pytest.mark.parametrize(("overlap", "limits"), [("ideal", {}), ("streams", {"tp": (1, 2), "accumulate": (1, 3, 39)})])
-def test_collectives_beside_the_rest_take_no_longer(model, few, overlap, limits):
+def test_overlapped_collectives_are_not_slower(model, few, overlap, limits):
     beside = cg.plan.search(model, **{**FEW, **limits, "overlap": overlap})
     assert beside.best.seconds <= few.best.seconds
     for plan in beside.rows[:: 7 if overlap == "ideal" else 3]:
         assert plan.seconds == pytest.approx(alone(model, plan, overlap)[1], rel=1e-9)
 
 
-def test_another_axis_is_split_where_ranks_do_not_divide_the_longest_one():
-    odd = {"V": 181, "D": 104}  # of the table 26 ranks divide the width alone, and 3 nothing
+def test_indivisible_axis_falls_back_to_another():
+    odd = {"V": 181, "D": 104}  # 26 ranks divide only the width of the table, 3 ranks neither axis
     model, few = lm(**odd), {**MANY, **odd, "tp": 1, "checkpoint": "none", "zero": (0, 3), "micro_batch": 3}
-    found = cg.plan.search(model, **few)
+    result = cg.plan.search(model, **few)
     assert {p.zero for p in cg.plan.search(model, **{**few, "devices": 3, "micro_batch": 1}).rows} == {0}
-    assert [p.zero for p in found.rows] == [0, 3]
-    assert cg.plan.search(model, **few, executor=Elsewhere()).rows == found.rows
+    assert [p.zero for p in result.rows] == [0, 3]
+    assert cg.plan.search(model, **few, executor=Elsewhere()).rows == result.rows
     with pytest.raises(cg.BindingError, match="'tokens/table' has size V/26"):
-        alone(lm(), found.rows[1], sizes={**SIZES, **odd})
-    for plan in found.rows:
+        alone(lm(), result.rows[1], sizes={**SIZES, **odd})
+    for plan in result.rows:
         peak, taken = alone(model, plan, sizes={**SIZES, **odd})
         assert plan.memory == peak, plan
         assert plan.seconds == pytest.approx(taken, rel=1e-9), plan
-    later = cg.plan.crossovers(found, "S", (52, 53))
-    assert later.rows[0].plan == found.best
-    assert later.rows[0].seconds == pytest.approx(found.best.seconds, rel=1e-9)
+    later = cg.plan.crossovers(result, "S", (52, 53))
+    assert later.rows[0].plan == result.best
+    assert later.rows[0].seconds == pytest.approx(result.best.seconds, rel=1e-9)
 
 
-def test_gradients_that_are_reduced_once_take_what_their_graph_takes_alone(model):
+def test_once_reduced_gradients_match_separate_graphs(model):
     limits = {**FEW, "precision": "bf16-mixed", "zero": (0, 1, 2, 3), "tp": 2, "sequence": True}
-    once = cg.plan.search(model, **{**limits, "reduce_each": False})
+    once = cg.plan.search(model, **{**limits, "reduce_every_microbatch": False})
     assert {p.zero for p in once.rows if p.accumulate > 1} == {0, 1, 2, 3}
     for plan in of_each_kind(once.rows):
-        peak, taken = alone(model, plan, precision="bf16-mixed", reduce_each=False)
+        peak, taken = alone(model, plan, precision="bf16-mixed", reduce_every_microbatch=False)
         assert plan.memory == peak, plan
         assert plan.seconds == pytest.approx(taken, rel=1e-9), plan
 
 
-def test_gradients_are_reduced_in_each_micro_batch_by_default_where_ranks_keep_no_whole_ones(model):
+def test_sharded_gradients_are_reduced_per_micro_batch_by_default(model):
     limits = {**FEW, "zero": (1, 2), "tp": 1, "accumulate": 3, "checkpoint": "none"}
     each, once, default = (
-        {p.zero: p.seconds for p in cg.plan.search(model, **{**limits, "reduce_each": how}).rows}
+        {p.zero: p.seconds for p in cg.plan.search(model, **{**limits, "reduce_every_microbatch": how}).rows}
         for how in (True, False, None)
     )
     assert once[1] < each[1]
@@ -287,27 +287,30 @@ def test_gradients_are_reduced_in_each_micro_batch_by_default_where_ranks_keep_n
     assert default == {1: once[1], 2: each[2]}
 
 
-def test_gradients_that_wait_take_what_their_graph_takes_alone(model):
+def test_deferred_accumulation_matches_separate_graphs(model):
     limits = {**MANY, "precision": "megatron-bf16", "zero": 1, "tp": 1, "sequence": False, "checkpoint": "none"}
     at_once, found = (
-        cg.plan.search(model, **{**limits, "reduce_each": False}, defer_accumulation=wait).rows
+        cg.plan.search(model, **{**limits, "reduce_every_microbatch": False}, defer_accumulation=wait).rows
         for wait in (False, True)
     )
     for plan in found[::2]:
         step = cg.training_step(model, precision="megatron-bf16", accumulate=plan.accumulate, defer_accumulation=True)
-        rank, sizes = cg.parallelize(step, dp=plan.dp, zero=1, reduce_each=False), {**SIZES, "B": plan.micro_batch * 26}
+        rank, sizes = (
+            cg.parallelize(step, dp=plan.dp, zero=1, reduce_every_microbatch=False),
+            {**SIZES, "B": plan.micro_batch * 26},
+        )
         assert plan.memory == cg.peak_memory(rank, **sizes), plan
         assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", **sizes), rel=1e-9), plan
     assert max(p.memory for p in found) > max(p.memory for p in at_once)
 
 
 @pytest.mark.parametrize("away", ["parameters+optimizer", "activations"])
-def test_what_lies_on_the_host_takes_what_its_graph_takes_alone(model, few, away):
+def test_offloaded_plans_match_separate_graphs(model, few, away):
     limits = {**FEW, "zero": 3, "tp": 2, "sequence": True, "memory": 1e12}
-    found = cg.plan.search(model, **limits, offload=("none", away))
+    result = cg.plan.search(model, **limits, offload=("none", away))
     names = tuple(sorted(away.split("+")))
-    assert {p.offload for p in found.rows} == {(), names}
-    for plan in of_each_kind(p for p in found.rows if p.offload):
+    assert {p.offload for p in result.rows} == {(), names}
+    for plan in of_each_kind(p for p in result.rows if p.offload):
         step = training_step(model, precision="bf16", checkpoint=EVERY_BLOCK, accumulate=plan.accumulate)
         split = {"dp": plan.dp, "tp": plan.tp, "zero": 3, "sequence": plan.sequence, "offload": names}
         rank, sizes = cg.parallelize(step, **split), {**SIZES, "B": plan.micro_batch * plan.dp}
@@ -316,44 +319,44 @@ def test_what_lies_on_the_host_takes_what_its_graph_takes_alone(model, few, away
         assert "memory traffic" in plan.parts
 
 
-def test_several_precisions_are_those_of_each(model):
+def test_search_over_precisions_equals_separate_searches(model):
     several = ("bf16", "bf16-mixed", {"matmul": "bf16"}, {"matmul": "fp16"})
     limits = {**FEW, "zero": 1, "tp": 1, "accumulate": 3}
-    found = cg.plan.search(model, **{**limits, "precision": several})
+    result = cg.plan.search(model, **{**limits, "precision": several})
     rows = {
-        name: [p for p in found.rows if p.precision == name] for name in ("bf16", "bf16-mixed", "custom", "custom 2")
+        name: [p for p in result.rows if p.precision == name] for name in ("bf16", "bf16-mixed", "custom", "custom 2")
     }
-    assert sum(map(len, rows.values())) == len(found.rows)
+    assert sum(map(len, rows.values())) == len(result.rows)
     for (name, own), given in zip(rows.items(), several, strict=True):
         alone = cg.plan.search(model, **{**limits, "precision": given}).rows
         assert [replace(p, why="", precision="") for p in own] == [replace(p, why="", precision="") for p in alone], (
             name
         )
-    assert "precision" in str(found)
+    assert "precision" in str(result)
 
 
 @pytest.mark.long
-def test_fewer_heads_of_keys_than_ranks_are_plans_as_well():
+def test_tp_beyond_key_value_heads_is_searched():
     zoo = load("llama-3-8b")
-    found = cg.plan.search(zoo, devices=16, hardware="h100-sxm", B=2, S=64, L=2, zero=0, checkpoint="none")
-    assert {p.tp for p in found.rows} == {8, 16}  # 8 heads of keys and values, two ranks with each
-    plan = next(p for p in found.rows if p.tp == 16 and p.sequence and p.accumulate == 1)
+    result = cg.plan.search(zoo, devices=16, hardware="h100-sxm", B=2, S=64, L=2, zero=0, checkpoint="none")
+    assert {p.tp for p in result.rows} == {8, 16}  # 8 heads of keys and values, two ranks with each
+    plan = next(p for p in result.rows if p.tp == 16 and p.sequence and p.accumulate == 1)
     rank = cg.parallelize(cg.training_step(zoo), tp=16, sequence=True)
     assert plan.memory == cg.peak_memory(rank, B=2, S=64, L=2)
     assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", B=2, S=64, L=2), rel=1e-9)
 
 
-def test_a_graph_without_tokens_has_samples():
+def test_float_input_graph_counts_samples():
     with cg.Graph("g") as g:
         g.output(cg.linear(g.input("x", (B, 5)), "b d -> b f", f=7))
         g.loss = "mean_squared_error"
-    found = cg.plan.search(g, devices=2, hardware="h100-sxm", B=2)
-    assert found.unit == "samples"
-    assert [p.throughput * p.seconds for p in found.rows] == pytest.approx([2] * len(found.rows))
-    assert found.rows
+    result = cg.plan.search(g, devices=2, hardware="h100-sxm", B=2)
+    assert result.unit == "samples"
+    assert [p.throughput * p.seconds for p in result.rows] == pytest.approx([2] * len(result.rows))
+    assert result.rows
 
 
-def test_the_table_is_short_and_a_frame_has_all(found):
+def test_table_is_short_and_frame_is_complete(found):
     text = str(found)
     assert len(text.split("\n")) <= 40
     assert re.search(rf"fit +{len(found.rows)} of {found.tried} plans", text)
@@ -371,7 +374,7 @@ def test_the_table_is_short_and_a_frame_has_all(found):
         ({"devices": 2**33}, "expected at most 4294967296 of each"),
         ({"B": None}, "search: B=None: expected a positive integer"),
         ({"pp": 2}, "pp"),
-        ({"tp": ()}, "search: tp: no values, expected some"),
+        ({"tp": ()}, "search: tp: no values, expected 1 to"),
         ({"tp": "8"}, "search: tp='8': expected a positive integer"),
         ({"zero": 4}, "search: zero: 4, expected one of 0, 1, 2, 3, or several"),
         ({"zero": True}, "search: zero: True, expected one of 0, 1, 2, 3"),
@@ -380,25 +383,28 @@ def test_the_table_is_short_and_a_frame_has_all(found):
         ({"checkpoint": "some"}, "--checkpoint"),
         ({"schedule": "2f2b"}, "search: schedule: '2f2b', expected one of gpipe, 1f1b, interleaved"),
         ({"system": "megatron", "zero": 2}, "search: zero: 2, expected one of 0, 1, or several"),
-        ({"virtual": 0}, "search: virtual=0: expected a positive integer"),
-        ({"offload": "gradients"}, "search: offload: 'gradients', expected of optimizer, parameters, activations"),
+        ({"virtual_stages": 0}, "search: virtual_stages=0: expected a positive integer"),
+        ({"offload": "gradients"}, "search: offload: 'gradients', expected one of optimizer, parameters, activations"),
         ({"offload": 3}, "search: offload: 3, expected a text such as 'none' or 'optimizer\\+parameters'"),
         ({"precision": ("bf16", "bf17")}, "bf17"),
         ({"overlap": "some"}, "search: overlap 'some', expected one of none, ideal, streams"),
         ({"system": "deepspeed"}, "search: system is 'deepspeed', expected torch or megatron"),
         ({"defer_accumulation": 1}, "search: defer_accumulation is 1, expected True or False"),
-        ({"defer_accumulation": True}, "defer_accumulation beside precision 'bf16', which keeps gradients as they are"),
-        ({"reduce_each": "never"}, "search: reduce_each is 'never', expected True or False"),
+        (
+            {"defer_accumulation": True},
+            "defer_accumulation needs gradients in a wider format than they are computed in",
+        ),
+        ({"reduce_every_microbatch": "never"}, "search: reduce_every_microbatch is 'never', expected True or False"),
         ({"memory": -1}, "memory"),
     ],
 )
-def test_what_is_no_limit_is_an_error(model, given, says):
+def test_invalid_limits_are_refused(model, given, says):
     with pytest.raises(cg.CostGraphError, match=says):
         cg.plan.search(model, **{**MANY, **given})
 
 
-def test_a_size_that_is_left_out_is_named(model):
-    with pytest.raises(cg.BindingError, match="search: no size of B, expected the samples of a step"):
+def test_missing_size_is_named(model):
+    with pytest.raises(cg.BindingError, match="search: no size of B; expected the batch size of a step"):
         cg.plan.search(model, devices=2, hardware="h100-sxm", S=52)
     with pytest.raises(cg.BindingError, match="search: graph 'lm' needs sizes for F, S, V, expected numbers"):
         cg.plan.search(model, devices=2, hardware="h100-sxm", B=4, D=104)
@@ -406,10 +412,10 @@ def test_a_size_that_is_left_out_is_named(model):
         cg.plan.search(load("t5-small"), devices=2, hardware="h100-sxm", B=4, S=52)
 
 
-def test_the_command_prints_what_the_function_returns(model, capsys, tmp_path):
+def test_command_prints_search_result(model, capsys, tmp_path):
     cg.save(model, tmp_path / "lm.json")
     words = "--devices 26 --hardware h100-sxm --precision bf16 --tp 1,2 --zero 0,3 --checkpoint none --overlap none"
-    words += " --reduce-each --sequence yes --accumulate 1"
+    words += " --reduce-every-microbatch --sequence yes --accumulate 1"
     sizes = [f"{name}={n}" for name, n in {"B": 78, **SIZES}.items()]
     own = {"tp": (1, 2), "zero": (0, 3), "checkpoint": "none", "sequence": True, "accumulate": 1}
     expected = cg.plan.search(model, **MANY, **own)
@@ -424,10 +430,10 @@ def test_the_command_prints_what_the_function_returns(model, capsys, tmp_path):
     assert main(["search", str(tmp_path / "lm.json"), *words.split(), "--sequence", "maybe"]) == 2
     assert "--sequence 'maybe': expected yes or no" in capsys.readouterr().err
     assert main(["search", str(tmp_path / "lm.json"), *words.split(), "tp=2"]) == 2
-    assert "tp=2: search has an option of this name, expected --tp" in capsys.readouterr().err
+    assert "tp=2: search has an option with this name, expected --tp" in capsys.readouterr().err
 
 
-def test_what_cannot_be_derived_with_open_degrees_is_derived_with_each_and_says_so(model, monkeypatch):
+def test_underivable_open_degrees_fall_back_to_numeric_ones(model, monkeypatch):
     limits = {**FEW, "zero": 1, "accumulate": 3, "tp": (1, 2), "sequence": True}
     expected, derived = cg.plan.search(model, **limits), PlanFamily.forms
 
@@ -437,15 +443,15 @@ def test_what_cannot_be_derived_with_open_degrees_is_derived_with_each_and_says_
         return derived(family, structure)
 
     monkeypatch.setattr(PlanFamily, "forms", only_bound)
-    found = cg.plan.search(model, **limits)
-    assert [p.memory for p in found.rows] == [p.memory for p in expected.rows]
-    assert [p.seconds for p in found.rows] == pytest.approx([p.seconds for p in expected.rows], rel=1e-12)
-    assert (found.notes, expected.notes) == (("by single dp, ZeRO 1: dp is open",), ())
-    assert "note  by single dp" in str(found)
+    result = cg.plan.search(model, **limits)
+    assert [p.memory for p in result.rows] == [p.memory for p in expected.rows]
+    assert [p.seconds for p in result.rows] == pytest.approx([p.seconds for p in expected.rows], rel=1e-12)
+    assert (result.notes, expected.notes) == (("by single dp, ZeRO 1: dp is open",), ())
+    assert "note  by single dp" in str(result)
 
 
 class Elsewhere(Executor):
-    """Does nothing but what is pickled on its way there and back, as other processes do."""
+    """Executor that only pickles calls and results, as a process pool does."""
 
     def submit(self, function, /, *given, **named):
         out = Future()
@@ -458,26 +464,26 @@ class Elsewhere(Executor):
 
 
 @pytest.mark.parametrize("kind", ["pickled", pytest.param("processes", marks=pytest.mark.long)])
-def test_structures_side_by_side_give_the_same(model, few, kind):
+def test_executor_gives_same_plans(model, few, kind):
     limits = {**FEW, "sequence": True} if kind == "pickled" else FEW
     with Elsewhere() if kind == "pickled" else ProcessPoolExecutor(2) as executor:
-        found = cg.plan.search(model, **limits, executor=executor)
+        result = cg.plan.search(model, **limits, executor=executor)
     few = cg.plan.search(model, **limits)
-    assert found.rows == few.rows
-    assert (found.tried, found.notes) == (few.tried, few.notes)
+    assert result.rows == few.rows
+    assert (result.tried, result.notes) == (few.tried, few.notes)
 
 
 @pytest.mark.long
-def test_structures_on_dask_give_the_same(model, few):
+def test_dask_gives_same_plans(model, few):
     distributed = pytest.importorskip("distributed")
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
-    # workers are processes of their own, and find tests nowhere: the model is no module's
+    # dask workers are separate processes that cannot import tests, so the model belongs to no module
     with distributed.LocalCluster(processes=True, **options) as cluster, distributed.Client(cluster) as client:
-        found = cg.plan.search(model, **FEW, executor=client.get_executor())
-    assert found.rows == few.rows
+        result = cg.plan.search(model, **FEW, executor=client.get_executor())
+    assert result.rows == few.rows
 
 
-def test_what_cannot_be_derived_elsewhere_is_the_same_error(model):
+def test_executor_errors_are_propagated(model):
     limits = {**FEW, "fallback": {"tf32": "bf16"}, "checkpoint": "selective:nowhere"}
     texts = []
     for executor in (None, Elsewhere()):
@@ -490,7 +496,7 @@ def test_what_cannot_be_derived_elsewhere_is_the_same_error(model):
 @pytest.mark.parametrize(
     "degrees", in_part([{"cp": 2, "ep": 2}, {"cp": 1, "ep": 2}, {"cp": 2, "ep": 1}], 0, 3), ids=str
 )
-def test_context_and_experts_take_what_their_graph_takes_alone(degrees):
+def test_context_and_expert_parallel_plans_match_separate_graphs(degrees):
     mixture = load("mixtral-8x7b")
     sizes = {"D": 16, "H": 4, "G": 2, "K": 4, "Fe": 12, "L": 2, "V": 52, "E": 4, "k": 2, "S": 24}
     asked = {
@@ -504,10 +510,10 @@ def test_context_and_experts_take_what_their_graph_takes_alone(degrees):
         "sequence": True,
         **PLAIN,
     }
-    found = cg.plan.search(mixture, checkpoint="none", **asked, **degrees, **sizes)
-    assert {(p.cp, p.ep) for p in found.rows} == {(degrees["cp"], degrees["ep"])}
-    assert all(p.dp * p.tp * p.cp * p.ep == 8 for p in found.rows)
-    for plan in of_each_kind(found.rows):
+    result = cg.plan.search(mixture, checkpoint="none", **asked, **degrees, **sizes)
+    assert {(p.cp, p.ep) for p in result.rows} == {(degrees["cp"], degrees["ep"])}
+    assert all(p.dp * p.tp * p.cp * p.ep == 8 for p in result.rows)
+    for plan in of_each_kind(result.rows):
         step = training_step(mixture, precision="bf16", accumulate=plan.accumulate)
         split = {"dp": plan.dp, "tp": plan.tp, "zero": plan.zero, "sequence": plan.sequence}
         rank, at = cg.parallelize(step, **split, **degrees), {**sizes, "B": plan.micro_batch * plan.dp * plan.ep}
@@ -515,7 +521,7 @@ def test_context_and_experts_take_what_their_graph_takes_alone(degrees):
         assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", **at), rel=1e-9), plan
 
 
-def test_what_degrees_do_not_divide_is_left_out_before_it_is_derived(monkeypatch):
+def test_indivisible_degrees_are_skipped_before_derivation(monkeypatch):
     asked, derived, forms = (
         {**MANY, "devices": 6, "B": 12, "cp": None, "zero": (0, 3), "sequence": True},
         [],
@@ -526,12 +532,12 @@ def test_what_degrees_do_not_divide_is_left_out_before_it_is_derived(monkeypatch
     monkeypatch.setattr(strategy_search, "whole", lambda *_: True)
     every = cg.plan.search(lm(), **asked, checkpoint="none")
     assert (found.rows, found.tried, found.notes) == (every.rows, every.tried, every.notes)
-    assert {p.cp for p in found.rows} == {1, 2}  # of 52 positions
+    assert {p.cp for p in found.rows} == {1, 2}  # divisors of 52 positions
     assert few < 0.6 * (len(derived) - few)
 
 
 @pytest.mark.long
-def test_crossovers_are_where_real_searches_change_their_best_plan():
+def test_crossovers_match_repeated_searches():
     zoo = load("llama-3-8b")
     few = {
         "devices": 16,
@@ -544,8 +550,8 @@ def test_crossovers_are_where_real_searches_change_their_best_plan():
         **PLAIN,
     }
     few |= {"checkpoint": "none", "accumulate": 1, "tp": (1, 4), "pp": 1, "precision": "bf16"}
-    found = cg.plan.search(zoo, S=1024, **few)
-    rows = cg.plan.crossovers(found, "S", (8, 1 << 17), multiple_of=8).rows
+    result = cg.plan.search(zoo, S=1024, **few)
+    rows = cg.plan.crossovers(result, "S", (8, 1 << 17), multiple_of=8).rows
     assert rows[0].size == 8
     assert len(rows) > 1
     for before, row in pairwise(rows):
@@ -555,33 +561,33 @@ def test_crossovers_are_where_real_searches_change_their_best_plan():
         assert (row.seconds, row.memory) == (pytest.approx(at.seconds, rel=1e-9), at.memory)
 
 
-def test_where_nothing_fits_no_plan_is_the_fastest(model):
+def test_crossovers_without_fitting_plan_have_none(model):
     few = cg.plan.search(model, **{**FEW, "zero": 3, "tp": (1, 2), "sequence": True})
     tight = replace(few, limit=few.rows[0].memory)
-    made = cg.plan.crossovers(tight, "S", (52, 52 * 64), multiple_of=52)
-    rows = made.rows
+    crossovers = cg.plan.crossovers(tight, "S", (52, 52 * 64), multiple_of=52)
+    rows = crossovers.rows
     assert rows[0].plan is not None
     assert rows[-1].plan is None
     assert rows[-1].seconds == float("inf")
-    assert "from S" in str(made)
+    assert "from S" in str(crossovers)
 
 
 @each(
     ("given", "says"),
     [
         (("B", (1, 9)), "crossovers: 'B' had no size in the search, expected one of D, F, S, V"),
-        (("S", (5, 6)), "crossovers: no multiple of 4 from 5 to 6, expected some"),
-        (("S", 7), "crossovers: within 7, expected the least and the largest size"),
+        (("S", (5, 6)), "crossovers: no multiple of 4 from 5 to 6"),
+        (("S", 7), "crossovers: within 7, expected the smallest and largest size"),
         (("S", (0, 7)), "crossovers: within=0: expected a positive integer"),
     ],
 )
-def test_what_no_size_can_be_is_an_error(few, given, says):
+def test_invalid_crossover_arguments_are_refused(few, given, says):
     with pytest.raises(cg.BindingError, match=says):
         cg.plan.crossovers(few, *given, multiple_of=4)
 
 
 @pytest.mark.parametrize("axis", ["cp", "ep"])
-def test_gradients_of_ranks_of_context_and_experts_are_reduced_once_too(axis):
+def test_context_and_expert_gradients_are_reduced_once(axis):
     mixture = load("mixtral-8x7b")
     sizes = {"D": 16, "H": 4, "G": 2, "K": 4, "Fe": 12, "L": 2, "V": 52, "E": 4, "k": 2, "S": 24}
     asked = {
@@ -596,14 +602,14 @@ def test_gradients_of_ranks_of_context_and_experts_are_reduced_once_too(axis):
         "overlap": "none",
     }
     asked |= {"dp": 1, "cp": 1, "ep": 1, "micro_batch": 1, axis: 2}
-    plan = cg.plan.search(mixture, **asked, reduce_each=False).best
-    rank = cg.parallelize(training_step(mixture, accumulate=plan.accumulate), **{axis: 2}, reduce_each=False)
+    plan = cg.plan.search(mixture, **asked, reduce_every_microbatch=False).best
+    rank = cg.parallelize(
+        training_step(mixture, accumulate=plan.accumulate), **{axis: 2}, reduce_every_microbatch=False
+    )
     at = {**sizes, "B": 2 if axis == "ep" else 1}
     assert (plan.memory, plan.accumulate) == (cg.peak_memory(rank, **at), 4)
     assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", **at), rel=1e-9)
     rows = cg.communication(rank, **at).filter(axis=axis, collective="all_reduce")
-    experts = (
-        3 * sizes["E"] * sizes["D"] * sizes["Fe"] * sizes["L"]
-    )  # gate, up and down, which ranks of ep have parts of
+    experts = 3 * sizes["E"] * sizes["D"] * sizes["Fe"] * sizes["L"]  # gate, up and down, sharded over ep
     whole = cg.param_count(mixture, **{k: n for k, n in sizes.items() if k != "S"}) - (experts if axis == "ep" else 0)
     assert sum(row.times * row.bytes for row in rows if row.phase == "backward") == 2 * whole

@@ -1,4 +1,4 @@
-"""Pipelines in a search: each stage beside a graph of its own, with as many layers as it has."""
+"""Pipelines in a plan search: every stage against a separately derived graph with its own depth."""
 
 import pytest
 from budget import in_part
@@ -7,7 +7,7 @@ import costgraph as cg
 
 B, S, D, F, V, L = cg.dims("B S D F V L")
 SIZES = {"S": 52, "D": 104, "F": 208, "V": 182}
-PLAIN = {"overlap": "none", "reduce_each": True}
+PLAIN = {"overlap": "none", "reduce_every_microbatch": True}
 FEW = {"devices": 52, "hardware": "h100-sxm", "precision": "bf16", "B": 52, "checkpoint": "none", **SIZES, **PLAIN}
 
 
@@ -28,7 +28,7 @@ def model():
 
 
 def layers_of(depth, pp):
-    """Return the layers of the stages of a pipeline: of as many each, one is taken away by one."""
+    """Return the number of layers per stage, as even as possible."""
     most = -(-depth // pp)
     every = [most] * pp
     for at in [pp - 1, 0, *range(pp - 2, 0, -1)][: most * pp - depth]:
@@ -38,12 +38,12 @@ def layers_of(depth, pp):
 
 
 def alone(model, plan, depth, overlap="none", **options):
-    """Return bytes of the first, a middle and the last stage, and seconds, of graphs with the plan's own numbers."""
+    """Return bytes of the first, middle and last stage, and seconds, derived with the plan's own sizes."""
     m, every = plan.accumulate, layers_of(depth, plan.pp)
     step = cg.training_step(model, precision=plan.precision, accumulate=m)
     split = {"dp": plan.dp, "tp": plan.tp, "zero": plan.zero, "sequence": plan.sequence, "offload": plan.offload}
     split |= {"pp": plan.pp, "micro_batches": m, "schedule": plan.schedule}
-    split |= {"virtual": plan.virtual} if len(set(every)) == 1 else {"layers": every}
+    split |= {"virtual_stages": plan.virtual_stages} if len(set(every)) == 1 else {"layers": every}
     rank = cg.parallelize(step, **split, **options)
     sizes = {**SIZES, "B": plan.micro_batch * plan.dp, "L": depth}
     peaks = []
@@ -63,37 +63,37 @@ def same(model, plan, depth, **options):
     if "overlap" not in options:
         assert sum(plan.parts.values()) == pytest.approx(plan.seconds, rel=1e-9)
     assert "send over pp" in plan.parts
-    # of dualpipe on two ranks, each has both stages, and neither waits for the other
+    # with dualpipe on two ranks, each rank has both stages and neither waits
     assert "idle" in plan.parts or (plan.schedule, plan.pp) == ("dualpipe", 2)
 
 
 @pytest.mark.parametrize("depth", in_part([7, 8, 13], 0, 3))
-def test_stages_take_what_their_graphs_take_alone(model, depth):
-    found = cg.plan.search(model, **FEW, L=depth, pp=(2, 4), zero=(0, 1), tp=(1, 13), sequence=True)
-    assert {p.pp for p in found.rows} == {2, 4}
-    assert all(p.dp * p.tp * p.pp == 52 and p.dp * p.micro_batch * p.accumulate == 52 for p in found.rows)
-    for plan in found.rows[:: len(found.rows) // 5]:
+def test_stage_plans_match_separate_graphs(model, depth):
+    result = cg.plan.search(model, **FEW, L=depth, pp=(2, 4), zero=(0, 1), tp=(1, 13), sequence=True)
+    assert {p.pp for p in result.rows} == {2, 4}
+    assert all(p.dp * p.tp * p.pp == 52 and p.dp * p.micro_batch * p.accumulate == 52 for p in result.rows)
+    for plan in result.rows[:: len(result.rows) // 5]:
         same(model, plan, depth)
 
 
 @pytest.mark.parametrize("zero", in_part([1, 0, 2, 3], 0, 4))
-def test_gradients_of_stages_that_are_reduced_once_take_what_their_graphs_take_alone(model, zero):
+def test_once_reduced_stage_gradients_match_separate_graphs(model, zero):
     few = {**FEW, "L": 7, "pp": 2, "zero": zero, "tp": (1, 13), "sequence": True, "precision": "bf16-mixed"}
-    found = cg.plan.search(model, **{**few, "reduce_each": False})
-    assert {p.dp for p in found.rows} == {2, 26}
-    for plan in found.rows[:: len(found.rows) // 3]:
-        same(model, plan, 7, reduce_each=False)
+    result = cg.plan.search(model, **{**few, "reduce_every_microbatch": False})
+    assert {p.dp for p in result.rows} == {2, 26}
+    for plan in result.rows[:: len(result.rows) // 3]:
+        same(model, plan, 7, reduce_every_microbatch=False)
 
 
 @pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_stages_with_streams_of_their_own_take_what_their_graphs_take_alone(model, pp):
+def test_overlapped_stage_plans_match_separate_graphs(model, pp):
     few = {**FEW, "L": 7, "pp": pp, "zero": 1, "tp": 13, "devices": 26 * pp, "sequence": True, "overlap": "streams"}
-    found = cg.plan.search(model, **few)
-    for plan in found.rows[:: len(found.rows) // 3]:
+    result = cg.plan.search(model, **few)
+    for plan in result.rows[:: len(result.rows) // 3]:
         same(model, plan, 7, overlap="streams")
 
 
-#: Groups of a rank, ranks and layers of each; 0 of layers that are no multiple of stages.
+#: Chunks per rank, ranks, and layers per stage; 0 if the stages do not divide the layers.
 ORDERS = {
     "gpipe": {(1, 2), (1, 4)}, "interleaved": {(2, 2), (3, 2), (6, 2), (3, 4)}, "zb-h1": {(1, 2), (1, 4)},
     "interleaved-zb": {(2, 2), (3, 2), (6, 2), (3, 4)}, "zbv": {(2, 2)}, "dualpipev": {(2, 2)},
@@ -104,29 +104,29 @@ ORDERS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in ("interleaved", "zbv") else pytest.mark.long) for n in ORDERS]
 )
-def test_schedules_take_what_their_graphs_take_alone(model, name):
+def test_schedule_plans_match_separate_graphs(model, name):
     few = {**FEW, "B": 208, "L": 12, "zero": 1, "tp": 13, "pp": (2, 4), "sequence": True, "micro_batch": 1}
-    found = cg.plan.search(model, **few, schedule=name)
-    assert {(p.virtual, p.pp) for p in found.rows} == ORDERS[name]
-    assert {p.schedule for p in found.rows} == {name}
-    for plan in found.rows[:: max(1, len(found.rows) // 6)]:
+    result = cg.plan.search(model, **few, schedule=name)
+    assert {(p.virtual_stages, p.pp) for p in result.rows} == ORDERS[name]
+    assert {p.schedule for p in result.rows} == {name}
+    for plan in result.rows[:: max(1, len(result.rows) // 6)]:
         same(model, plan, 12)
 
 
 @pytest.mark.parametrize("name", [pytest.param("gpipe", marks=pytest.mark.long), "zb-h1"])
-def test_stages_of_unlike_layers_under_other_schedules(model, name):
+def test_uneven_stages_under_other_schedules(model, name):
     few = {**FEW, "L": 13, "zero": 0, "tp": 1, "sequence": True, "micro_batch": 1, "devices": 8, "B": 32}
-    found = cg.plan.search(model, **few, pp=8, schedule=name)
-    assert found.rows
-    for plan in found.rows:
+    result = cg.plan.search(model, **few, pp=8, schedule=name)
+    assert result.rows
+    for plan in result.rows:
         same(model, plan, 13)
 
 
 @pytest.mark.parametrize("pp", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))])
-def test_plans_of_megatron_take_what_its_graphs_take_alone(model, pp):
+def test_megatron_plans_match_separate_graphs(model, pp):
     few = {
         **FEW,
-        "devices": 26 * pp,  # two ranks over the batch, for without them there is nothing to cut
+        "devices": 26 * pp,  # two ranks per stage share the batch, as otherwise there is nothing to shard
         "B": 104,
         "L": 12,
         "tp": 13,
@@ -135,9 +135,9 @@ def test_plans_of_megatron_take_what_its_graphs_take_alone(model, pp):
         "micro_batch": 2,
         "precision": "megatron-bf16",
     }
-    found = cg.plan.search(model, **{**few, "reduce_each": None}, system="megatron")
-    assert {p.zero for p in found.rows} == {0, 1}
-    for plan in found.rows:
+    result = cg.plan.search(model, **{**few, "reduce_every_microbatch": None}, system="megatron")
+    assert {p.zero for p in result.rows} == {0, 1}
+    for plan in result.rows:
         fused = cg.AdamW(implementation="fused")
         step = cg.training_step(model, precision="megatron-bf16", accumulate=plan.accumulate, optimizer=fused)
         split = {"dp": plan.dp, "tp": plan.tp, "zero": plan.zero, "sequence": plan.sequence, "system": "megatron"}
@@ -147,14 +147,14 @@ def test_plans_of_megatron_take_what_its_graphs_take_alone(model, pp):
         assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", **sizes), rel=1e-9), plan
 
 
-#: One stage overtakes four of a long sequence.
+#: For a long sequence, one stage becomes faster than four.
 TIED = {**FEW, "L": 8, "zero": 0, "pp": (1, 2, 4), "tp": 1, "B": 104}
 
 
-def test_a_tie_has_the_fewest_stages_first_and_then_the_fastest(model):
-    found = cg.plan.search(model, **{**TIED, "S": 2652})
-    left, turned = [*found.rows], 0
-    # what stands first is the fastest of the fewest stages, among all within 1 % of the fastest that is left
+def test_ties_prefer_fewest_stages_then_fastest(model):
+    result = cg.plan.search(model, **{**TIED, "S": 2652})
+    left, turned = [*result.rows], 0
+    # the first plan is the fastest with the fewest stages, among all within 1 % of the fastest remaining one
     while left:
         fastest = min(p.seconds for p in left)
         tie = [p for p in left if p.seconds <= 1.01 * fastest]
@@ -162,16 +162,16 @@ def test_a_tie_has_the_fewest_stages_first_and_then_the_fastest(model):
         turned += left[0].seconds > fastest
         left = left[len(tie) :]
     assert turned
-    assert found.best is found.rows[0]
-    front = found.pareto().rows
-    assert front[0] == found.best
-    for plan in found.rows:
+    assert result.best is result.rows[0]
+    front = result.pareto().rows
+    assert front[0] == result.best
+    for plan in result.rows:
         assert any(p.seconds <= 1.01 * plan.seconds and p.memory <= plan.memory for p in front)
 
 
-def test_crossovers_break_a_tie_as_a_search_does(model):
-    found = cg.plan.search(model, **TIED)
-    before, row = cg.plan.crossovers(found, "S", (52 * 40, 52 * 60), multiple_of=52).rows
+def test_crossovers_break_ties_like_search(model):
+    result = cg.plan.search(model, **TIED)
+    before, row = cg.plan.crossovers(result, "S", (52 * 40, 52 * 60), multiple_of=52).rows
     assert (before.plan.pp, row.plan.pp) == (4, 1)
     ahead, at = (cg.plan.search(model, **{**TIED, "S": size}) for size in (row.size - 52, row.size))
     assert (ahead.best.pp, at.best.pp) == (4, 1)

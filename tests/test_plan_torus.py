@@ -1,4 +1,4 @@
-"""The search in a torus: degrees that it has rings for, each plan beside a graph of its own numbers."""
+"""Plan search in a torus: feasible degrees, with every plan against a separately derived graph."""
 
 import pytest
 from test_networks_torus import torus
@@ -7,7 +7,7 @@ import costgraph as cg
 
 B, S, D, F, V, L = cg.dims("B S D F V L")
 SIZES = {"S": 48, "D": 96, "F": 192, "V": 192, "L": 6}
-FEW = {"devices": 12, "precision": "bf16", "checkpoint": "none", "B": 24, "reduce_each": True, **SIZES}
+FEW = {"devices": 12, "precision": "bf16", "checkpoint": "none", "B": 24, "reduce_every_microbatch": True, **SIZES}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def model():
 
 
 def alone(model, plan, device, overlap):
-    """Return bytes and seconds of a plan that is derived with its own numbers."""
+    """Return bytes and seconds of a plan, derived with its own sizes."""
     step = cg.training_step(model, precision="bf16", accumulate=plan.accumulate)
     split = {"dp": plan.dp, "tp": plan.tp, "zero": plan.zero, "sequence": plan.sequence}
     rank = cg.parallelize(step, **split, pp=plan.pp, micro_batches=plan.accumulate if plan.pp > 1 else 1)
@@ -36,38 +36,38 @@ def alone(model, plan, device, overlap):
 
 
 @pytest.mark.parametrize("overlap", ["none", pytest.param("ideal", marks=pytest.mark.long)])
-def test_each_plan_takes_what_its_graph_takes_over_its_rings(model, overlap):
+def test_torus_plans_match_separate_graphs(model, overlap):
     device = torus(4, 3)
-    found = cg.plan.search(model, hardware=device, **FEW, zero=0, sequence=False, overlap=overlap)
-    # inner axes fill x, of 4 devices, and then y, of 3; of x and a part of y, or a part of x alone, there is nothing
-    assert {(p.tp, p.dp, p.pp) for p in found.rows} == {
+    result = cg.plan.search(model, hardware=device, **FEW, zero=0, sequence=False, overlap=overlap)
+    # inner axes fill x with 4 devices and then y with 3; x with part of y, or part of x alone, has no ring
+    assert {(p.tp, p.dp, p.pp) for p in result.rows} == {
         (1, 12, 1), (4, 3, 1), (12, 1, 1), (4, 1, 3), (1, 4, 3)
     }  # fmt: skip
-    for plan in found.rows[:: len(found.rows) // 4]:
+    for plan in result.rows[:: len(result.rows) // 4]:
         peak, seconds = alone(model, plan, device, overlap)
         assert plan.memory == peak, plan
         assert plan.seconds == pytest.approx(seconds, rel=1e-9), plan
 
 
-def test_what_is_left_out_is_said(model):
-    found = cg.plan.search(model, hardware=torus(4, 3), **FEW, zero=0, tp=(3, 4), pp=1)
-    assert {p.tp for p in found.rows} == {4}
-    (note,) = found.notes
+def test_notes_name_degrees_left_out(model):
+    result = cg.plan.search(model, hardware=torus(4, 3), **FEW, zero=0, tp=(3, 4), pp=1)
+    assert {p.tp for p in result.rows} == {4}
+    (note,) = result.notes
     assert note.startswith("meshes left out: 1, such as: time of 'dp': 4 ranks that are 3 apart, expected whole dim")
-    assert "note  meshes left out: 1" in str(found)
+    assert "note  meshes left out: 1" in str(result)
     nothing = cg.plan.search(model, hardware=torus(4, 2), **FEW, zero=0)
     assert nothing.best is None
-    assert "the 8 devices that the torus joins at most" in nothing.notes[0]
+    assert "the torus joins at most 8 devices" in nothing.notes[0]
 
 
-def test_a_network_that_joins_fewer_devices_has_no_plans(model):
-    found = cg.plan.search(
+def test_network_with_too_few_devices_has_no_plans(model):
+    result = cg.plan.search(
         model, hardware="h100-sxm", network="meta-24k", **{**FEW, "devices": 49152, "B": 49152}, zero=0
     )
-    assert found.best is None
-    assert "expected the 24,576 devices that the aggregation joins at most" in found.notes[0]
+    assert result.best is None
+    assert "but the aggregation joins at most 24,576 devices" in result.notes[0]
 
 
-def test_streams_in_a_torus_are_refused(model):
+def test_overlap_in_a_torus_is_refused(model):
     with pytest.raises(cg.UnsupportedError, match="search: overlap 'streams' in a torus, expected none or ideal"):
         cg.plan.search(model, hardware=torus(4, 3), **FEW, overlap="streams")

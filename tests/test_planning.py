@@ -14,34 +14,34 @@ def relu():
     return g
 
 
-def test_the_largest_size_is_found_by_hand_count():
-    # input and output of 4 bytes: 8*B*D <= 80e9
+def test_largest_size_matches_hand_count():
+    # 4-byte input and output: 8*B*D <= 80e9
     assert cg.largest(relu(), "B", memory=80e9, D=1000) == 10_000_000
     assert cg.largest(relu(), "B", memory=80e9 - 1, D=1000) == 9_999_999
 
 
-def test_the_usable_memory_of_a_device_is_the_limit():
+def test_limit_is_usable_device_memory():
     assert cg.largest(relu(), "B", hardware="h100-sxm", D=1000) == 85_017_493_504 // 8000
-    assert cg.largest(relu(), "B", hardware="b300", D=1000) == 288 * 10**9 // 8000  # no reading, the vendor's 288 GB
+    assert cg.largest(relu(), "B", hardware="b300", D=1000) == 288 * 10**9 // 8000  # not measured; vendor's 288 GB
 
 
-def test_nothing_fits():
+def test_nothing_fits_returns_zero():
     assert cg.largest(relu(), "B", memory=7, D=1) == 0
 
 
 @pytest.mark.parametrize("limit", [10**7, 10**8, 3 * 10**8])
-def test_the_answer_fits_and_one_more_does_not(limit):
+def test_largest_fits_and_next_does_not(limit):
     g = load("gpt2", symbolic=True)
     sizes = {"S": 5, "D": 12, "H": 2, "F": 7, "L": 3, "V": 11, "P": 16}
     best = cg.largest(g, "B", memory=limit, **sizes)
     assert cg.peak_memory(g, B=best, **sizes) <= limit < cg.peak_memory(g, B=best + 1, **sizes)
 
 
-def test_depth_can_be_searched_too():
+def test_depth_can_be_searched():
     with cg.Graph("deep") as g:
         L = cg.dims("L")
         g.output(cg.repeat(L, lambda x: cg.relu(cg.linear(x, "b d -> b e", e=D)), g.input("x", (B, D))))
-    # parameters 4*L*D^2 beside the input and two activations
+    # parameters 4*L*D^2, beside the input and two activations
     best = cg.largest(g, "L", memory=10**6, B=2, D=10)
     assert best == (10**6 - 4 * 3 * 2 * 10) // 400
 
@@ -49,36 +49,36 @@ def test_depth_can_be_searched_too():
 @each(
     ("options", "text"),
     [
-        ({"D": 3}, "expected a limit, either hardware= or memory="),
-        ({"D": 3, "memory": 5, "hardware": "h100-sxm"}, "expected a limit, either"),
+        ({"D": 3}, "expected exactly one limit, hardware= or memory="),
+        ({"D": 3, "memory": 5, "hardware": "h100-sxm"}, "expected exactly one limit"),
         ({"memory": 100}, "still unbound: D"),
         ({"D": 3, "memory": -1}, "memory is -1, expected a positive number of bytes"),
         ({"D": 3, "memory": "8G"}, "memory is '8G', expected a positive number of bytes"),
         ({"D": 3, "memory": float("nan")}, "expected a positive number of bytes"),
-        ({"D": 3, "B": 3, "memory": 5}, "'B', expected an open dimension"),
+        ({"D": 3, "B": 3, "memory": 5}, "'B', expected an unbound dimension"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(options, text):
+def test_unanswerable_questions_are_refused(options, text):
     with pytest.raises(BindingError) as caught:
         cg.largest(relu(), "B", **options)
     assert text in str(caught.value)
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(BindingError, match="'Q', expected an open dimension of B, D"):
+    with pytest.raises(BindingError, match="'Q', expected an unbound dimension among B, D"):
         cg.largest(relu(), "Q", memory=5)
     with pytest.raises(SpecError, match="h100"):
         cg.largest(relu(), "B", hardware="h1000", D=3)
 
 
-def test_a_dimension_that_takes_no_memory_is_refused():
+def test_dimension_without_memory_cost_is_refused():
     with cg.Graph("free") as g:
         g.output(cg.repeat(S, cg.relu, g.input("x", (B,))))
     with pytest.raises(BindingError, match="every S fits"):
         cg.largest(g, "S", memory=10**6, B=2)
 
 
-def test_a_time_that_no_float_holds_is_refused():
+def test_overflowing_time_is_refused():
     A, B = cg.dims("A B")
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (A, B))))
@@ -95,7 +95,7 @@ TINY = {"D": 12, "H": 3, "F": 11, "L": 3, "V": 13, "P": 17, "S": 7, "B": 2}
 
 @pytest.mark.parametrize("symbol", ["B", "L", "F", "V"])
 @pytest.mark.parametrize("options", [{}, {"checkpoint": cg.every_block()}], ids=["kept", "again"])
-def test_the_largest_step_fits_and_one_more_does_not(symbol, options):
+def test_largest_training_step_fits_and_next_does_not(symbol, options):
     step, limit = gpt(**options), 3 * 10**6
     sizes = {k: v for k, v in TINY.items() if k != symbol}
     best = cg.largest(step, symbol, memory=limit, **sizes)
@@ -104,14 +104,14 @@ def test_the_largest_step_fits_and_one_more_does_not(symbol, options):
     assert fits <= limit < more
 
 
-def test_the_largest_batch_of_a_step_on_a_device():
+def test_largest_training_batch_on_device():
     step = gpt(checkpoint=cg.every_block())
     best = cg.largest(step, "B", hardware="h100-sxm", S=1024)
     assert cg.peak_memory(step, B=best, S=1024) <= 85_017_493_504 < cg.peak_memory(step, B=best + 1, S=1024)
     assert best > cg.largest(gpt(), "B", hardware="h100-sxm", S=1024)
 
 
-def test_only_multiples_are_tried_for_a_width_that_heads_share():
+def test_largest_width_is_multiple_of_heads():
     step = gpt()
     sizes = {k: v for k, v in TINY.items() if k != "D"}
     best = cg.largest(step, "D", memory=10**7, multiple_of=3, **sizes)
@@ -121,12 +121,12 @@ def test_only_multiples_are_tried_for_a_width_that_heads_share():
         cg.largest(step, "D", memory=10**7, multiple_of=0, **sizes)
 
 
-def test_the_largest_size_keeps_what_is_assumed():
+def test_largest_size_respects_assumptions():
     B, S = cg.dims("B S")
     with cg.Graph("g") as g:
         g.assume("S >= 5", "S <= 100", "B > S")
         g.output(cg.relu(g.input("x", (B, S))))
-    # 8 bytes an element: the input and the result, in fp32
+    # 8 bytes per element: the fp32 input and result
     assert cg.largest(g, "S", memory=8 * 200 * 50, B=200) == 50
     assert cg.largest(g, "S", memory=1e12, B=200) == 100
     assert cg.largest(g, "S", memory=8 * 200 * 5 - 1, B=200) == 0

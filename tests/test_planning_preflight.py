@@ -1,4 +1,4 @@
-"""The list of checks before a training run: each figure is the answer of the library, and each verdict is looked at."""
+"""The preflight checks of a training run: figures equal the library's answers, and every verdict occurs."""
 
 import pytest
 import sympy
@@ -8,7 +8,7 @@ from shared import load, training_step
 import costgraph as cg
 from costgraph.plan.preflight import PreflightCheck
 
-CAPACITY = 85_017_493_504  # of an H100
+CAPACITY = 85_017_493_504  # on an H100
 SIZES = {"B": 1, "S": 4096}
 
 
@@ -22,7 +22,7 @@ def found(step):
     return cg.plan.preflight(step, "h100-sxm", devices=1024, tokens=15e12, mfu=0.5, **SIZES)
 
 
-def test_figures_are_the_answers_of_the_library(step, found):
+def test_figures_match_library_answers(step, found):
     flops = cg.plan.training_flops(step, 15e12, **SIZES)
     split = cg.plan.leading_term(step, 15e12, **SIZES)
     state, activations = cg.state_bytes(step, **SIZES), cg.activation_memory(step, **SIZES)
@@ -50,7 +50,7 @@ def test_figures_are_the_answers_of_the_library(step, found):
     assert list(rows)[len(expected) :] == ["arithmetic intensity", "MFU"]
 
 
-def test_verdicts(found):
+def test_preflight_verdicts(found):
     verdicts = {row.name: row.verdict for row in found.rows if row.verdict}
     assert verdicts == {
         "state memory": "ok",
@@ -63,7 +63,7 @@ def test_verdicts(found):
     assert found.ok is True
 
 
-def test_intensity_stands_beside_the_ridge(step, found):
+def test_intensity_is_compared_with_ridge_point(step, found):
     row = found["arithmetic intensity"]
     assert row.figure == pytest.approx(cg.intensity(step, **SIZES))
     assert row.limit == pytest.approx(989.4 / 3.35)
@@ -71,15 +71,15 @@ def test_intensity_stands_beside_the_ridge(step, found):
     assert small["arithmetic intensity"].verdict == "memory-bound"
 
 
-def test_one_device_has_to_hold_the_step(step):
-    found = cg.plan.preflight(step, "h100-sxm", **SIZES)
-    assert "even share of the state, and activations" not in [row.name for row in found.rows]
-    assert (found["state memory"].verdict, found["peak memory of a step"].verdict) == ("fails", "fails")
-    assert found.ok is False
+def test_step_must_fit_on_one_device(step):
+    checks = cg.plan.preflight(step, "h100-sxm", **SIZES)
+    assert "even share of the state, and activations" not in [row.name for row in checks.rows]
+    assert (checks["state memory"].verdict, checks["peak memory of a step"].verdict) == ("fails", "fails")
+    assert checks.ok is False
     assert cg.plan.preflight(step, "b200", devices=1, L=2, **SIZES).ok is True
 
 
-def test_a_limit_of_days(step):
+def test_day_limit(step):
     def time(most):
         return cg.plan.preflight(step, "h100-sxm", devices=64, tokens=1e12, mfu=0.4, most_days=most, **SIZES)[
             "training time"
@@ -91,7 +91,7 @@ def test_a_limit_of_days(step):
 
 
 @pytest.mark.parametrize(("used", "verdict"), [(0.5, "ok"), (0.95, "fails"), (1, "fails")])
-def test_no_run_is_above_the_roofline(step, used, verdict):
+def test_mfu_is_limited_by_roofline(step, used, verdict):
     row = cg.plan.preflight(step, "h100-sxm", mfu=used, tokens=1e9, **SIZES)["MFU"]
     times = cg.roofline(step, "h100-sxm", **SIZES)
     assert row.limit == pytest.approx(cg.mfu(step, times.lower_bound, "h100-sxm", **SIZES))
@@ -99,32 +99,32 @@ def test_no_run_is_above_the_roofline(step, used, verdict):
     assert row.verdict == verdict
 
 
-def test_the_rooflines_estimate_is_the_default_mfu(step):
+def test_default_mfu_is_roofline_estimate(step):
     row = cg.plan.preflight(step, "h100-sxm", **SIZES)["MFU"]
     estimate = cg.roofline(step, "h100-sxm", **SIZES).estimate
     assert row.figure == pytest.approx(cg.mfu(step, estimate, "h100-sxm", **SIZES))
     assert 0 < row.figure < row.limit < 1
 
 
-def test_open_sizes_leave_formulas(step):
+def test_open_sizes_stay_symbolic(step):
     n, S = cg.dims("n S")
-    found = cg.plan.preflight(step, "h100-sxm", devices=n, tokens=15e12, mfu=0.5, B=1)
-    assert found.ok is None
-    assert found["state memory"].limit == n * CAPACITY
-    assert found["training time"].figure.free_symbols == {n, S}
+    checks = cg.plan.preflight(step, "h100-sxm", devices=n, tokens=15e12, mfu=0.5, B=1)
+    assert checks.ok is None
+    assert checks["state memory"].limit == n * CAPACITY
+    assert checks["training time"].figure.free_symbols == {n, S}
     bound = cg.plan.preflight(step, "h100-sxm", devices=1024, tokens=15e12, mfu=0.5, **SIZES)
-    for row in found.rows:
+    for row in checks.rows:
         if isinstance(row.figure, sympy.Expr):
             known = {s.name: {"n": 1024, "S": 4096}[s.name] for s in row.figure.free_symbols}
             assert cg.evaluate(row.figure, **known) == pytest.approx(bound[row.name].figure)
-    assert found["arithmetic intensity"].verdict == "open"
-    assert (found["MFU"].limit, found["MFU"].verdict) == (1, "ok")
+    assert checks["arithmetic intensity"].verdict == "open"
+    assert (checks["MFU"].limit, checks["MFU"].verdict) == (1, "ok")
     assert (
         cg.plan.preflight(step, "h100-sxm", tokens=1e9, B=1).rows[-1].name == "arithmetic intensity"
-    )  # no MFU to assume
+    )  # there is no MFU to assume
 
 
-def test_text(found):
+def test_preflight_text(found):
     lines = str(found).split("\n")
     assert lines[0] == "parameters: 8,030,261,248"
     assert "state memory: 96.36 GB (89.75 GiB), all devices have 87.06 TB (79.18 TiB): ok" in lines
@@ -142,17 +142,17 @@ def test_text(found):
         ({"tokens": -1}, cg.BindingError, "preflight: tokens: -1, expected"),
         ({"devices": "8"}, cg.BindingError, "preflight: devices: '8', expected"),
         ({"tokens": 1, "mfu": 0.5, "most_days": 0}, cg.BindingError, "preflight: most_days: 0, expected"),
-        ({"Q": 1}, cg.BindingError, "'Q' is no dimension"),
+        ({"Q": 1}, cg.BindingError, "'Q' is not a dimension"),
         ({"dtype": "bf17"}, cg.FormatError, "bf17"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(step, options, error, text):
+def test_invalid_arguments_are_refused(step, options, error, text):
     with pytest.raises(error, match=text):
         cg.plan.preflight(step, "h100-sxm", **options)
 
 
-def test_a_forward_graph_and_an_unknown_device_are_refused(step):
-    with pytest.raises(cg.GraphError, match="'gpt2' has no gradients, expected what training_step returns"):
+def test_forward_graph_and_unknown_device_are_refused(step):
+    with pytest.raises(cg.GraphError, match="'gpt2' has no gradients; expected the result of training_step"):
         cg.plan.preflight(load("gpt2"), "h100-sxm")
     with pytest.raises(cg.SpecError, match="hardware 'h1' is unknown"):
         cg.plan.preflight(step, "h1")

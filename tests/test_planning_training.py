@@ -1,4 +1,4 @@
-"""FLOPs, utilization and memory of training steps, against counts by hand, brute force and torch's counter."""
+"""FLOPs, utilization and memory of training steps, against hand counts, brute force and torch's counter."""
 
 import copy
 import pickle
@@ -41,15 +41,15 @@ def gpt(**options):
 # -- model and hardware FLOPs ----------------------------------------------------------------------------------------
 
 
-def test_linear_layers_by_hand():
+def test_linear_layer_flops_match_hand_count():
     step = training_step(layers())
-    # forward 2*B*D*F + L*2*B*F*F; each layer twice that backward, but x wants no gradient
+    # forward 2*B*D*F + L*2*B*F*F; each layer costs twice that backward, but x needs no gradient
     expected = 3 * (2 * B * D * F + 2 * L * B * F**2) - 2 * B * D * F
     assert sympy.expand(cg.model_flops(step) - expected) == 0
     assert sympy.expand(cg.hardware_flops(step) - expected) == 0
 
 
-def test_what_a_checkpoint_computes_again_is_no_model_flop():
+def test_checkpoint_recomputation_is_no_model_flop():
     kept, again = cg.training_step(layers()), cg.training_step(layers(), checkpoint=cg.every_block())
     assert cg.model_flops(again) == cg.model_flops(kept)
     recomputed = cg.costs(again).filter(kind="matmul", phase="recompute").total().matmul
@@ -57,18 +57,18 @@ def test_what_a_checkpoint_computes_again_is_no_model_flop():
     assert sympy.expand(cg.hardware_flops(again) - cg.model_flops(again) - recomputed) == 0
 
 
-def test_scores_that_flash_attention_computes_again_are_no_model_flops():
+def test_flash_recomputation_is_no_model_flop():
     step = cg.training_step(attention())
     pairs = S * (S + 1) / 2
-    one = 2 * B * H * K * pairs  # a product over the pairs of the causal mask
+    one = 2 * B * H * K * pairs  # one matmul over the pairs of the causal mask
     projections = 3 * 2 * B * S * D * H * K
-    # forward two products, backward four (and the scores once more); weights alone want gradients of the projections
+    # Two matmuls forward and four backward (plus the recomputed scores); projections need only weight gradients.
     assert sympy.expand(cg.model_flops(step) - 6 * one - 2 * projections) == 0
     assert sympy.expand(cg.hardware_flops(step) - 7 * one - 2 * projections) == 0
     assert sympy.expand(cg.model_flops(step, "full") - 12 * B * H * K * S**2 - 2 * projections) == 0
 
 
-def test_kernels_inside_a_checkpoint_are_left_out_once():
+def test_kernels_inside_checkpoint_are_excluded_once():
     with_scores = gpt(checkpoint=cg.selective("attention"))
     assert cg.model_flops(with_scores, **TINY) == cg.model_flops(gpt(), **TINY)
     assert cg.hardware_flops(with_scores, **TINY) > cg.hardware_flops(gpt(), **TINY)
@@ -81,8 +81,8 @@ def test_accumulation_multiplies_both_counts():
     assert cg.step_tokens(five, B=2, S=7) == 5 * 2 * 7
 
 
-def test_products_of_the_optimizer_are_hardware_flops_alone():
-    g = load("gpt2")  # Muon has to know which side of a matrix is the longer one
+def test_optimizer_matmuls_are_hardware_flops_only():
+    g = load("gpt2")  # Muon must know which side of a matrix is longer
     plain, muon = training_step(g), training_step(g, optimizer=cg.Muon())
     assert cg.model_flops(muon) == cg.model_flops(plain)
     own = cg.costs(muon, B=2, S=7).filter(kind="matmul", phase="optimizer").total().matmul
@@ -90,14 +90,14 @@ def test_products_of_the_optimizer_are_hardware_flops_alone():
     assert cg.hardware_flops(muon, B=2, S=7) == cg.hardware_flops(plain, B=2, S=7) + own
 
 
-def test_a_forward_graph_has_its_own_matmul_flops():
+def test_forward_graph_model_flops_are_its_matmul_flops():
     g = load("gpt2", symbolic=True)
     for count in ("executed", "full"):
         assert cg.model_flops(g, count) == cg.matmul_flops(g, count)
         assert cg.hardware_flops(g, count) == cg.matmul_flops(g, count)
 
 
-def test_torch_counts_the_same_forward_and_backward():
+def test_torch_counter_agrees_forward_and_backward():
     torch = pytest.importorskip("torch")
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -112,10 +112,10 @@ def test_torch_counts_the_same_forward_and_backward():
     assert cg.model_flops(cg.training_step(layers()), **sizes) == counter.get_total_flops()
 
 
-def test_tokens_are_the_inputs_of_whole_numbers():
+def test_token_count_uses_integer_inputs():
     assert cg.step_tokens(gpt()) == B * S
     assert cg.step_tokens(training_step(load("mlp")), B=3) == 3
-    with pytest.raises(cg.GraphError, match="has as inputs of whole numbers none, expected tokens or targets"):
+    with pytest.raises(cg.GraphError, match="are none; expected tokens or targets"):
         cg.step_tokens(cg.training_step(layers()))
     with cg.Graph("two") as g:
         g.input("a", (B,), dtype="int64")
@@ -127,16 +127,16 @@ def test_tokens_are_the_inputs_of_whole_numbers():
 # -- utilization -----------------------------------------------------------------------------------------------------
 
 
-def test_a_measured_matmul():
+def test_measured_matmul_utilization():
     assert cg.mfu(5.4e13, 0.1, 670e12) == pytest.approx(5.4 / 6.7)
     assert round(cg.mfu(5.4e13, 0.1, 670e12), 3) == 0.806
     assert cg.mfu(5.4e13, Fraction(1, 10), 670 * 10**12) == cg.mfu(5.4e13, 0.1, 670e12)
 
 
-def test_utilizations_are_formulas_first():
+def test_utilizations_are_symbolic():
     step = cg.training_step(layers(), precision="bf16", checkpoint=cg.every_block())
     t = sympy.Symbol("t", positive=True)
-    rate = 989_400_000_000_000  # dense bf16 of the H100
+    rate = 989_400_000_000_000  # dense bf16 on the H100
     sizes = {"B": 3, "D": 5, "F": 7, "L": 2}
     found = cg.mfu(step, t, "h100-sxm", devices=4)
     assert sympy.simplify(found - cg.model_flops(step) / (4 * t * rate)) == 0
@@ -146,7 +146,7 @@ def test_utilizations_are_formulas_first():
     assert float(found.subs({cg.dims(k): v for k, v in sizes.items()} | {t: 0.25})) == pytest.approx(number)
 
 
-def test_the_main_format_decides_which_peak_counts():
+def test_dominant_matmul_dtype_selects_peak_rate():
     B, D, F = cg.dims("B D F")
     with cg.Graph("two formats") as g:
         for i, dtype in enumerate(("bf16", "fp8_e4m3")):
@@ -167,18 +167,23 @@ def test_the_main_format_decides_which_peak_counts():
         ((5e13, 1, True), {}, cg.BindingError, "mfu: rate: True, expected"),
         ((5e13, 1, 1e15), {"devices": 0}, cg.BindingError, "mfu: devices: 0, expected"),
         ((True, 1, 1e15), {}, cg.BindingError, "mfu: FLOPs: True, expected"),
-        ((5e13, 1, 1e15), {"B": 3}, cg.BindingError, "mfu: sizes B, expected none beside FLOPs, or a graph"),
+        (
+            (5e13, 1, 1e15),
+            {"B": 3},
+            cg.BindingError,
+            "mfu: sizes B with a number of FLOPs; expected a graph, or no sizes",
+        ),
         ((5e13, 1, "h100-sxm"), {}, cg.BindingError, "mfu: dtype=None, expected a number format such as bf16"),
         ((5e13, 1, "h1000"), {"dtype": "bf16"}, cg.SpecError, "hardware 'h1000' is unknown"),
     ],
 )
-def test_utilizations_of_nothing_are_refused(words, options, error, text):
+def test_zero_amount_utilizations_are_refused(words, options, error, text):
     with pytest.raises(error) as caught:
         cg.mfu(*words, **options)
     assert text in str(caught.value)
 
 
-def test_a_graph_without_matmuls_has_no_peak_rate():
+def test_graph_without_matmuls_has_no_peak_rate():
     with cg.Graph("g") as g:
         g.output(cg.reduce(cg.relu(g.param("w", (B,))), "b -> ", "mean"))
     with pytest.raises(cg.GraphError, match="'g' has no matmul, expected one"):
@@ -189,7 +194,7 @@ def test_a_graph_without_matmuls_has_no_peak_rate():
 
 # -- state -----------------------------------------------------------------------------------------------------------
 
-#: Bytes of weight, gradient, moments, and master copy of one parameter.
+#: Bytes per parameter for weight, gradient, moments, and master copy.
 STATES = {
     "fp32": (4, 4, 8, 0),
     "bf16": (2, 2, 8, 0),
@@ -201,7 +206,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("precision", STATES)
-def test_bytes_of_a_parameter_with_adam(precision):
+def test_adam_bytes_per_parameter(precision):
     weight, grad, moments, master = STATES[precision]
     for model, accumulate in ((load("gpt2", symbolic=True), cg.dims("A")), (layers(), 1), (layers(), 3)):
         step = training_step(model, precision=precision, accumulate=accumulate)
@@ -214,11 +219,11 @@ def test_bytes_of_a_parameter_with_adam(precision):
         assert sympy.expand(cg.saved_state_bytes(step) - (weight + moments + master) * n) == 0
 
 
-def test_declared_formats_are_kept():
-    assert cg.bytes_per_param(gpt()) == 2 + 2 + 4  # everything in bf16, moments as well
+def test_declared_dtypes_are_kept():
+    assert cg.bytes_per_param(gpt()) == 2 + 2 + 4  # everything in bf16, including moments
 
 
-def test_the_scale_of_the_loss_is_spread_over_the_parameters():
+def test_loss_scale_is_amortized_over_parameters():
     step = gpt(precision="fp16-mixed")
     n = cg.param_count(step)
     assert sympy.simplify(cg.bytes_per_param(step) - 16 - 4 / n) == 0
@@ -232,51 +237,53 @@ def test_the_scale_of_the_loss_is_spread_over_the_parameters():
     [(cg.SGD(), 8), (cg.SGD(momentum=0.9), 12), (cg.Lion(), 12), (cg.RMSProp(), 12), (cg.AdaGrad(), 12)],
     ids=lambda o: repr(o)[:12],
 )
-def test_other_optimizers_keep_other_state(optimizer, each):
+def test_state_bytes_follow_optimizer(optimizer, each):
     assert cg.bytes_per_param(gpt(precision="fp32", optimizer=optimizer)) == each
 
 
 def test_counters_on_the_device_are_state():
     step = cg.training_step(layers(), optimizer=cg.AdamW(implementation="fused"))
-    # one counter for each parameter tensor: the first, and the stack's
+    # one counter per parameter tensor: the first layer's, and the stack's
     n = cg.param_count(step)
     assert sympy.expand(cg.state_bytes(step).state - 8 * n - 4 * (1 + L)) == 0
 
 
-def test_the_70b_model_of_the_books():
+def test_textbook_70b_model_state():
     step = training_step(load("llama-2-70b"), precision="bf16")
     n = cg.param_count(step)
     assert n == 68_976_648_192  # called 70B
     state = cg.state_bytes(step)
     assert (state.params, state.gradients, state.state, state.total) == (2 * n, 2 * n, 8 * n, 12 * n)
     assert cg.state_bytes(training_step(load("llama-2-70b"), precision="fp32")).total == 16 * n
-    # the round number, from the same bytes per parameter
+    # the round number, with the same bytes per parameter
     assert [70e9 * part / n for part in (state.params, state.gradients, state.state)] == [140e9, 140e9, 560e9]
     assert 70e9 * cg.bytes_per_param(cg.training_step(layers(), precision="fp32")) == 1.12e12
 
 
-def test_a_forward_graph_has_no_state():
+def test_forward_graph_has_no_state():
     for ask in (cg.state_bytes, cg.saved_state_bytes, cg.bytes_per_param):
-        with pytest.raises(cg.GraphError, match="graph 'layers' has no gradients, expected what training_step returns"):
+        with pytest.raises(
+            cg.GraphError, match="graph 'layers' has no gradients; expected the result of training_step"
+        ):
             ask(layers())
 
 
 # -- activations -----------------------------------------------------------------------------------------------------
 
 
-def test_activations_of_two_layers_by_hand():
+def test_two_layer_activations_match_hand_count():
     with cg.Graph("two") as g:
         h = cg.relu(g.input("x", (B, D)) @ g.param("w", (D, F)))
         g.output(cg.reduce(h, "b f -> ", "mean"))
-    # where the gradient of relu is made: what relu saved, the gradient of the mean that comes in, and what goes out
+    # at the gradient of relu: its saved operand, the incoming gradient of the mean, and its result
     assert cg.activation_memory(cg.training_step(g), B=3, D=5, F=7) == 3 * (4 * 3 * 7)
-    # forward: the product and what relu makes of it
+    # forward: the matmul and its relu
     assert cg.activation_memory(g, B=3, D=5, F=7) == 2 * (4 * 3 * 7)
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint": cg.every_block()}, {"precision": "bf16-mixed"}], ids=str)
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_activations_are_those_of_the_timeline(options, depth):
+def test_activation_bytes_match_timeline(options, depth):
     step = gpt(**options)
     sizes = {**TINY, "L": depth}
     line = cg.timeline(step, **sizes)
@@ -289,12 +296,12 @@ def test_activations_are_those_of_the_timeline(options, depth):
         assert cg.evaluate(free, **{s.name: sizes[s.name] for s in free.free_symbols}) == most
 
 
-def test_gradients_that_are_added_up_are_no_activations():
+def test_accumulated_gradients_are_no_activations():
     one, many = gpt(precision="bf16-mixed"), gpt(precision="bf16-mixed", accumulate=3)
     assert cg.activation_memory(many, **TINY) == cg.activation_memory(one, **TINY)
 
 
-def test_roles_of_a_timeline_add_up_to_its_moments():
+def test_timeline_roles_sum_to_moments():
     step = gpt(precision="bf16-mixed", checkpoint=cg.every_block(), accumulate=2)
     line = cg.timeline(step, **TINY)
     assert [sum(at) for at in zip(*line.roles.values(), strict=True)] == [m.bytes for m in line.moments]
@@ -309,7 +316,7 @@ def test_roles_of_a_timeline_add_up_to_its_moments():
     [cg.every(2), cg.from_start(), cg.selective("mlp"), cg.every_block(inside=cg.selective("attention"))],
     ids=["every 2", "from start", "mlp", "inside"],
 )
-def test_model_flops_are_those_of_every_policy(policy):
+def test_model_flops_do_not_depend_on_checkpoint_policy(policy):
     sizes = {**TINY, "L": 4}
     kept, again = gpt(), gpt(checkpoint=policy)
     assert cg.model_flops(again, **sizes) == cg.model_flops(kept, **sizes)
@@ -332,8 +339,8 @@ def test_model_flops_are_those_of_every_policy(policy):
         ]),
     ],
 )  # fmt: skip
-def test_a_utilization_is_of_the_peak_of_the_precision_policy(policy, wanted, models):
-    """Grouped products and scans run in fp32 under autocast, and have most of the FLOPs of these two."""
+def test_utilization_uses_peak_rate_of_precision_policy(policy, wanted, models):
+    """Grouped matmuls and scans run in fp32 under autocast, and dominate the FLOPs of these two models."""
     for name in models:
         step = training_step(load(name), precision=policy)
         found = cg.mfu(step, 1, "h100-sxm", B=1, S=64)

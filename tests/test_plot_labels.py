@@ -1,4 +1,4 @@
-"""Texts of pictures: boxes as they are drawn do not meet, axes show what takes time, colours are told apart."""
+"""Plot labels: drawn boxes do not overlap, axes fit the data, and colours are distinguishable."""
 
 from dataclasses import replace
 from functools import cache
@@ -33,12 +33,12 @@ def llama(kind="forward"):
 
 
 def boxes(figure):
-    """What is written, with the pixels that each text takes."""
+    """Return every drawn text with its bounding box in pixels."""
     figure.savefig("/dev/null", format="png")
     renderer = figure.canvas.get_renderer()
     shown = [t for t in figure.findobj(Text) if t.get_text() and t.get_visible()]
     found = [(t.get_text(), Text.get_window_extent(t, renderer)) for t in shown]
-    # matplotlib keeps texts of ticks that lie beyond the axes, which it does not draw
+    # matplotlib keeps tick labels outside the axes, which it does not draw
     ticks = {t for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) for t in axis.get_ticklabels(which="both")}
     drawn = {t.label1 for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) for t in axis._update_ticks()}
     return [pair for t, pair in zip(shown, found, strict=True) if t not in ticks or t in drawn]
@@ -67,7 +67,7 @@ def titles(figure):
 
 @pytest.mark.parametrize("kind", [long("forward"), "decode", "step"])
 @pytest.mark.parametrize("device", ["h100-sxm", *map(long, ["a100-80-sxm", "mi300x"])])
-def test_texts_of_a_roofline_do_not_meet(kind, device):
+def test_roofline_labels_do_not_overlap(kind, device):
     figure = cg.roofline(llama(kind), device, **SIZES).plot()
     hold_apart(figure)
     assert all(titles(figure))
@@ -76,13 +76,13 @@ def test_texts_of_a_roofline_do_not_meet(kind, device):
 @pytest.mark.parametrize(
     ("kind", "capacity"), [("step", None), ("forward", 23e9), *(long(("step", n)) for n in (1e9, 131e9, 7e15))]
 )
-def test_texts_of_a_timeline_do_not_meet(kind, capacity):
+def test_timeline_labels_do_not_overlap(kind, capacity):
     figure = plot_timeline(cg.timeline(llama(kind), **SIZES), capacity=capacity)
     hold_apart(figure)
     assert "llama-3-8b" in titles(figure)[0]
 
 
-def test_texts_of_a_validation_do_not_meet():
+def test_validation_labels_do_not_overlap():
     from costgraph.report.plots import (
         plot_peaks,
         plot_roof,
@@ -94,17 +94,17 @@ def test_texts_of_a_validation_do_not_meet():
         assert all(titles(figure))
 
 
-def test_texts_of_serving_do_not_meet():
+def test_serving_labels_do_not_overlap():
     hold_apart(cg.plan.throughput(llama("decode"), "h100-sxm", "B", [1, 2, 3, 5, 7, 512, 521], S=2039).plot())
 
 
-def test_an_op_that_takes_no_time_does_not_stretch_the_axis():
-    found = cg.roofline(llama(), "h100-sxm", **SIZES)
-    plain = found.plot().axes[0].get_xlim()
-    first = next(r for r in found.rows if r.flops)
+def test_zero_time_op_does_not_stretch_axis():
+    estimate = cg.roofline(llama(), "h100-sxm", **SIZES)
+    plain = estimate.plot().axes[0].get_xlim()
+    first = next(r for r in estimate.rows if r.flops)
     odd = replace(first, flops=1, bytes=10**5, compute_s=0, memory_s=3e-8, bound="memory")
     assert odd.intensity == 1e-5
-    figure = replace(found, rows=(*found.rows, odd)).plot()
+    figure = replace(estimate, rows=(*estimate.rows, odd)).plot()
     low, high = figure.axes[0].get_xlim()
     assert low > 1e-5
     assert np.log10(plain[0] / low) <= 1
@@ -113,7 +113,7 @@ def test_an_op_that_takes_no_time_does_not_stretch_the_axis():
 
 
 @pytest.mark.parametrize("times", [1.1, 2.3, 3.1, 1009])
-def test_a_capacity_leaves_the_memory_its_room(times):
+def test_capacity_line_leaves_room_for_memory(times):
     line = cg.timeline(llama(), **SIZES)
     (ax,) = plot_timeline(line, capacity=times * line.peak).axes
     assert line.peak > ax.get_ylim()[1] / 3
@@ -121,7 +121,7 @@ def test_a_capacity_leaves_the_memory_its_room(times):
     assert any("times the peak" in t.get_text() for t in ax.texts) == broken
     at = next(y for y in (ln.get_ydata()[0] for ln in ax.lines if ln.get_linestyle() == "--"))
     assert at > line.peak
-    if broken:  # above the break the axis has no scale
+    if broken:  # the axis has no scale above the break
         end = ax.spines["left"].get_bounds()[1]
         assert line.peak < end < at
         assert max(ax.get_yticks()) <= end
@@ -129,7 +129,7 @@ def test_a_capacity_leaves_the_memory_its_room(times):
         assert at == times * line.peak
 
 
-def test_what_has_no_room_is_told_and_nothing_is_drawn_of_it():
+def test_plots_without_room_are_refused():
     figure = Figure(figsize=(1, 1))
     FigureCanvasAgg(figure)
     ax = figure.subplots()
@@ -138,12 +138,12 @@ def test_what_has_no_room_is_told_and_nothing_is_drawn_of_it():
     assert [t.get_text() for t in ax.texts if t.get_text()] == ["short"]
 
 
-# Okabe and Ito 2008, figure 16, as red, green and blue of 255
+# Okabe and Ito 2008, figure 16, as 8-bit RGB
 PUBLISHED = {
     "black": (0, 0, 0), "orange": (230, 159, 0), "sky": (86, 180, 233), "green": (0, 158, 115),
     "yellow": (240, 228, 66), "blue": (0, 114, 178), "vermilion": (213, 94, 0), "purple": (204, 121, 167),
 }  # fmt: skip
-# Machado, Oliveira and Fernandes 2009: linear light as it is seen without one of the three kinds of cones
+# Machado, Oliveira and Fernandes 2009: dichromacy matrices for linear RGB, one per missing cone type
 SIGHTS = {
     "all": np.eye(3),
     "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
@@ -153,7 +153,7 @@ SIGHTS = {
 
 
 def lab(color, sight):
-    """Return lightness and colour, CIE 1976, of a colour as it is seen."""
+    """Return the CIE 1976 lightness and chromaticity of a colour under a dichromacy."""
     rgb = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     seen = np.clip(np.array(SIGHTS[sight]) @ linear, 0, 1)
@@ -162,11 +162,11 @@ def lab(color, sight):
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
-def test_colours_are_the_published_ones():
+def test_colours_match_okabe_ito():
     assert {name: tuple(int(c[i : i + 2], 16) for i in (1, 3, 5)) for name, c in PALETTE.items()} == PUBLISHED
 
 
 @pytest.mark.parametrize("sight", SIGHTS)
-def test_colours_are_told_apart_by_all_readers(sight):
+def test_colours_are_distinguishable_under_dichromacy(sight):
     for one, other in [*combinations(COLORS.values(), 2), *pairwise(_ROLES.values())]:
         assert np.linalg.norm(lab(one, sight) - lab(other, sight)) > 12, (one, other)

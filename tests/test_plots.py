@@ -27,7 +27,7 @@ def texts(figure):
     return [ax.get_title(), ax.get_xlabel(), ax.get_ylabel(), *(t.get_text() for t in ax.texts), *legend]
 
 
-def test_roofline_names_its_axes_roofs_ridge_and_ops():
+def test_roofline_labels_axes_roofs_ridge_and_ops():
     figure = cg.roofline(model(), "h100-sxm", **SIZES).plot()
     shown = texts(figure)
     assert shown[:3] == [
@@ -50,11 +50,11 @@ def test_roofline_names_its_axes_roofs_ridge_and_ops():
     assert areas["matmul"] > areas["pointwise"]
 
 
-def test_roofline_points_lie_where_the_rows_say():
-    found = cg.roofline(model(), "h100-sxm", **SIZES)
-    (ax,) = plot_roofline(found).axes
+def test_roofline_points_match_rows():
+    estimate = cg.roofline(model(), "h100-sxm", **SIZES)
+    (ax,) = plot_roofline(estimate).axes
     points = {tuple(map(float, p)) for c in ax.collections for p in c.get_offsets()}
-    assert points == {(r.intensity, r.attainable) for r in found.rows if r.flops}
+    assert points == {(r.intensity, r.attainable) for r in estimate.rows if r.flops}
 
 
 def test_timeline_marks_the_peak_and_the_capacity():
@@ -70,7 +70,7 @@ def test_timeline_marks_the_peak_and_the_capacity():
 
 
 @pytest.mark.parametrize("ending", ["png", "PNG", "svg", "pdf"])
-def test_files_are_written(tmp_path, ending):
+def test_plot_files_are_written(tmp_path, ending):
     roofline, timeline = cg.roofline(model(), "h100-sxm", **SIZES), cg.timeline(model(), **SIZES)
     for answer in {"png": (roofline, timeline), "PNG": (timeline,)}.get(ending, (roofline,)):
         path = tmp_path / f"{type(answer).__name__}.{ending}"
@@ -80,7 +80,7 @@ def test_files_are_written(tmp_path, ending):
         assert {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending.lower()] in head
 
 
-def test_a_graph_with_nothing_to_draw_is_drawn_empty(tmp_path):
+def test_empty_graph_gives_empty_plot(tmp_path):
     N = cg.dims("N")
     with cg.Graph("views") as g:
         g.output(g.input("x", (N, N)).T)
@@ -88,7 +88,7 @@ def test_a_graph_with_nothing_to_draw_is_drawn_empty(tmp_path):
     cg.timeline(g, N=2).plot(tmp_path / "line.png")
 
 
-def test_names_from_outside_are_no_mathematics(tmp_path):
+def test_user_names_are_not_parsed_as_math(tmp_path):
     g = model("$\\frac{1}{$\x1b[31m" * 20)
     cg.roofline(g, "h100-sxm", **SIZES).plot(tmp_path / "roof.png")
 
@@ -104,13 +104,13 @@ def test_phases_are_marked():
     assert {"forward", "backward", "optimizer"} <= set(texts(figure))
 
 
-def test_bad_paths_are_refused(tmp_path):
+def test_invalid_paths_are_refused(tmp_path):
     found, line = cg.roofline(model(), "h100-sxm", **SIZES), cg.timeline(model(), **SIZES)
     with pytest.raises(cg.FormatError, match=r"'roof\.gif', expected a file ending in \.png, \.svg, \.pdf"):
         found.plot("roof.gif")
     with pytest.raises(cg.FormatError, match="No such file or directory"):
         line.plot(tmp_path / "missing" / "roof.png")
-    with pytest.raises(cg.FormatError, match="path 3, expected a text or a path"):
+    with pytest.raises(cg.FormatError, match="path 3, expected a string or a path"):
         line.plot(3)
 
 
@@ -125,7 +125,7 @@ def test_missing_matplotlib_says_what_to_install(monkeypatch):
         cg.timeline(model(), **SIZES).plot()
 
 
-def test_nothing_global_is_touched():
+def test_plots_do_not_change_global_state():
     code = (
         "import sys, costgraph as cg, costgraph.report as r\n"
         "assert not {'matplotlib', 'rich', 'typer'} & sys.modules.keys()\n"

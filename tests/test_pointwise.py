@@ -1,4 +1,4 @@
-"""Elementwise functions: formats as torch has them, operations as their formulas have them."""
+"""Elementwise functions: result dtypes as in torch, operation counts as in their formulas."""
 
 import ast
 from decimal import Decimal
@@ -31,7 +31,7 @@ NAMES = {v: k for k, v in FORMATS.items()}
 @each("first", FORMATS)
 @each("second", FORMATS)
 @each("function", ["add", "mul", "div", "maximum", "less"])
-def test_format_of_a_result_is_torchs(first, second, function):
+def test_result_dtype_matches_torch(first, second, function):
     shape = (2, 3)
     tensors = torch.ones(shape, dtype=FORMATS[first]), torch.ones(shape, dtype=FORMATS[second])
     run = {"add": torch.add, "mul": torch.mul, "div": torch.div, "maximum": torch.maximum, "less": torch.less}
@@ -43,7 +43,7 @@ def test_format_of_a_result_is_torchs(first, second, function):
 
 @each("first", FORMATS)
 @each("number", [2, 2.5, True])
-def test_format_with_a_number_is_torchs(first, number):
+def test_result_dtype_with_scalar_matches_torch(first, number):
     expected = (torch.ones(2, dtype=FORMATS[first]) + number).dtype
     with cg.Graph("g") as g:
         y = g.input("a", (2,), dtype=first) + number
@@ -76,15 +76,15 @@ def test_order_of_a_results_axes_in_memory_is_torchs(data):
 
 
 @each("shapes", [((3, 5), (5,)), ((3, 1), (1, 5)), ((7, 3, 5), (3, 1)), ((), (3,)), ((3, 5), ())])
-def test_broadcast_operands_are_read_at_their_own_size(shapes):
+def test_broadcast_operands_count_unexpanded_bytes(shapes):
     result = np.broadcast_shapes(*shapes)
     g, y = graph_of(lambda a, b: a + b, *shapes)
     assert y.shape == result
-    assert cg.flops(g) == np.prod(result, dtype=int)  # one an element of the result
+    assert cg.flops(g) == np.prod(result, dtype=int)  # one per result element
     assert cg.bytes_moved(g) == 4 * sum(int(np.prod(s)) for s in (*shapes, result))
 
 
-def test_every_function_charges_its_own_count_for_each_element():
+def test_function_costs_scale_with_elements():
     for function in FUNCTIONS.values():
         with cg.Graph("g") as g:
             operands = [g.input(f"x{i}", (3, 5)) for i in range(function.arity)]
@@ -93,13 +93,13 @@ def test_every_function_charges_its_own_count_for_each_element():
         assert (total.pointwise, total.transcendental) == (15 * function.flops, 15 * function.transcendentals)
 
 
-def test_a_function_of_ones_own_is_charged_as_stated():
+def test_user_function_has_stated_costs():
     with cg.Graph("g") as g:
         g.output(cg.ops.pointwise(Function("cube", 1, 2), g.input("x", (B, D))))
     assert cg.flops(g) == 2 * B * D
 
 
-def test_relu_in_bf16_moves_four_bytes_an_element_for_one_flop():
+def test_bf16_relu_moves_four_bytes_per_flop():
     g, _ = graph_of(cg.relu, (B, D), dtype="bf16")
     assert cg.bytes_moved(g) == 2 * B * D + 2 * B * D
     assert cg.intensity(g) == 0.25
@@ -115,19 +115,19 @@ def test_operators_are_pointwise_ops():
     assert all(t.shape == (3,) for t in made)
 
 
-def test_numpy_arrays_are_no_operands():
+def test_numpy_array_operands_are_refused():
     with cg.Graph("g") as g:
         x = g.input("x", (3,))
         with pytest.raises(GraphError, match="expected tensors and numbers"):
             np.ones(3) + x
 
 
-def test_a_number_is_free_to_read():
+def test_scalar_operands_are_free_to_read():
     g, _ = graph_of(lambda x: x * 2.5, (3, 5))
     assert cg.bytes_moved(g) == 4 * 15 + 4 * 15
 
 
-def test_cast_moves_bytes_of_both_formats_and_is_free_where_nothing_changes():
+def test_cast_moves_bytes_of_both_dtypes_and_identity_is_free():
     g, _ = graph_of(lambda x: cg.ops.cast(x, "bf16"), (3, 5))
     assert cg.bytes_moved(g) == 4 * 15 + 2 * 15
     assert cg.flops(g) == 0
@@ -136,7 +136,7 @@ def test_cast_moves_bytes_of_both_formats_and_is_free_where_nothing_changes():
         assert cg.ops.cast(x, "fp32") is x
 
 
-def test_in_place_writes_into_the_storage_of_its_operand():
+def test_in_place_op_writes_to_operand_storage():
     with cg.Graph("g") as g:
         h = cg.gelu(g.input("x", (3, 5)))
         y = cg.relu(h, inplace=True)
@@ -146,7 +146,7 @@ def test_in_place_writes_into_the_storage_of_its_operand():
     assert cg.peak_memory(g) == 4 * (2 * 15)  # x, and one storage for h and y
 
 
-def test_in_place_keeps_the_strides_of_its_operand():
+def test_in_place_op_keeps_operand_strides():
     base = torch.empty(3, 5)
     with cg.Graph("g") as g:
         y = cg.relu(g.input("x", (3, 5)).T, inplace=True)
@@ -160,7 +160,7 @@ def test_in_place_keeps_the_strides_of_its_operand():
         (lambda h: (h.T, cg.relu(h, inplace=True), h), "output 'gelu', which 'relu' has overwritten in place"),
     ],
 )
-def test_reading_what_was_overwritten_is_refused(make, text):
+def test_reading_an_overwritten_tensor_is_refused(make, text):
     def build():
         with cg.Graph("g") as g:
             g.output(make(cg.gelu(g.input("x", (3, 5))))[-1])
@@ -169,7 +169,7 @@ def test_reading_what_was_overwritten_is_refused(make, text):
         build()
 
 
-def test_reading_a_view_of_what_was_overwritten_is_refused():
+def test_reading_a_view_of_an_overwritten_tensor_is_refused():
     g = cg.Graph("g")
     h = cg.gelu(g.input("x", (3, 5)))
     view = h.T
@@ -185,7 +185,7 @@ def test_reading_a_view_of_what_was_overwritten_is_refused():
         (lambda x, y: cg.ops.pointwise("tan", x), GraphError, "function 'tan', expected one of copy, cast, add"),
         (lambda x, y: cg.ops.pointwise(None, x), GraphError, "function None, expected one of"),
         (lambda x, y: cg.ops.pointwise("add", x), ShapeError, "add of 1 operands, expected 2"),
-        (lambda x, y: cg.ops.pointwise("add", 1, 2), GraphError, "expected tensors and numbers, one tensor at least"),
+        (lambda x, y: cg.ops.pointwise("add", 1, 2), GraphError, "expected tensors and numbers, at least one tensor"),
         (lambda x, y: x + "1", GraphError, "expected tensors and numbers"),
         (lambda x, y: x + None, GraphError, "expected tensors and numbers"),
         (lambda x, y: x + y, ShapeError, "axis -1 has sizes 5 and 7 in x.* and y.*, expected equal sizes or 1"),
@@ -209,7 +209,7 @@ def test_reading_a_view_of_what_was_overwritten_is_refused():
         (lambda x, y: cg.dropout(x, float("nan")), GraphError, "dropout: p is nan, expected a number"),
     ],
 )  # fmt: skip
-def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):
+def test_refusals_name_place_value_and_expectation(call, error, text):
     g = cg.Graph("g")
     with pytest.raises(error, match=text):
         call(g.input("x", (3, 5)), g.input("y", (3, 7)))
@@ -220,24 +220,24 @@ def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, te
     [((3, 5), (5, 7)), ((2, 3, 5), (5, 7)), ((2, 3, 5), (2, 5, 7)), ((11, 1, 3, 5), (2, 5, 7)), ((5,), (5, 7)),
      ((3, 5), (5,)), ((5,), (5,)), ((1, 3, 5), (2, 5, 7)), ((2, 3, 5), (1, 5, 7))],
 )  # fmt: skip
-def test_matmul_has_numpys_shapes_and_counts_every_multiply_and_add(a, b):
+def test_matmul_shapes_match_numpy_and_flops_count_all_operations(a, b):
     result = np.matmul(np.ones(a), np.ones(b))
     g, y = graph_of(lambda x, w: x @ w, a, b)
     assert y.shape == np.shape(result)
     assert cg.flops(g) == 2 * np.size(result) * 5
 
 
-def test_dropout_writes_its_mask_and_is_free_without_a_probability():
+def test_dropout_writes_mask_and_is_free_at_zero_probability():
     g, _ = graph_of(lambda x: cg.dropout(x, 0.1), (3, 5), dtype="bf16")
     assert cg.flops(g) == 2 * 15
-    assert cg.bytes_moved(g) == 2 * 15 + 2 * 15 + 15  # x, y, a mask of one byte
+    assert cg.bytes_moved(g) == 2 * 15 + 2 * 15 + 15  # x, y, and a one-byte mask
     with cg.Graph("g") as g:
         x = g.input("x", (3, 5))
         assert cg.dropout(x, 0) is x
 
 
 TRANSCENDENTAL = {"exp", "log", "sqrt", "sin", "cos", "tanh", "erf"}
-# single functions of a library, and those whose formula is a sentence: (FLOPs, transcendentals)
+# library functions, and functions whose formula is prose: (FLOPs, transcendentals)
 BY_HAND = {
     "cast": (0, 0), "causal_mask": (1, 0), "causal_mask_backward": (1, 0), "abs": (1, 0), "round": (1, 0),
     "floor": (1, 0), "expm1": (0, 1), "log1p": (0, 1), "rsqrt": (0, 1),
@@ -245,15 +245,15 @@ BY_HAND = {
 
 
 def counted(formula):
-    """Operations on what is not known beforehand: one each, a choice between two values as well."""
-    # what a formula uses twice has a name, and stands behind it: "g * s, s = ..."
+    """Return operations on runtime values: one each, a select included."""
+    # a repeated subexpression has a name, defined after the formula: "g * s, s = ..."
     parts = (
         [p.partition(" = ")[2] or p for p in formula.split(", ")] if ", " in formula and " = " in formula else [formula]
     )
     plain = special = 0
     for node in (n for p in parts for n in ast.walk(ast.parse(p, mode="eval"))):
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} - TRANSCENDENTAL
-        if not names:  # a number such as sqrt(1/2)
+        if not names:  # a constant such as sqrt(1/2)
             continue
         if isinstance(node, ast.Call) and node.func.id in TRANSCENDENTAL:
             special += 1
@@ -263,11 +263,11 @@ def counted(formula):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_charges_the_operations_of_its_formula_for_each_element(name):
+def test_function_costs_match_formula_per_element(name):
     function = FUNCTIONS[name]
     plain, special = BY_HAND.get(name) or counted(function.formula)
     assert (function.name, function.flops, function.transcendentals) == (name, plain, special)
-    if name in ("cast", "causal_mask", "causal_mask_backward"):  # ops of their own
+    if name in ("cast", "causal_mask", "causal_mask_backward"):  # separate op kinds
         return
     with cg.Graph("g") as g:
         g.output(cg.ops.pointwise(name, *(g.input(f"x{i}", (3, 5)) for i in range(function.arity))))
@@ -276,7 +276,7 @@ def test_a_function_charges_the_operations_of_its_formula_for_each_element(name)
     assert g.outputs[0].dtype.name == ("bool" if name in BOOL else "fp32")
 
 
-def test_a_function_takes_as_many_operands_as_its_formula_names():
+def test_function_arity_matches_formula():
     arity = {"where": 3, "fma": 3, "lerp": 3, "masked_fill": 2, "masked_scale": 3}
     two = {"add", "sub", "mul", "div", "maximum", "minimum", "pow", "eq", "ne", "less", "less_equal", "logical_and"}
     two |= set(BACKWARD)  # the gradient, and the operand or the result
@@ -284,7 +284,7 @@ def test_a_function_takes_as_many_operands_as_its_formula_names():
         assert function.arity == arity.get(name, 2 if name in two else 1), name
 
 
-# what each function gives of integers: float where a quotient, a root or a transcendental is in it, as in torch
+# Result dtypes for integer operands: float if the formula has a quotient, a root or a transcendental, as in torch.
 FLOAT = [
     "div",
     "pow",
@@ -310,7 +310,7 @@ FLOAT = [
     "softcap",
 ]
 BOOL = ["eq", "ne", "less", "less_equal", "logical_and", "logical_not"]
-# gradients have the format of what flows through them
+# gradients have the dtype of the values that they belong to
 BACKWARD = [
     "threshold_backward", "relu6_backward", "relu2_backward", "leaky_relu_backward", "tanh_backward",
     "sigmoid_backward", "silu_backward", "gelu_backward", "gelu_tanh_backward", "quick_gelu_backward",
@@ -349,15 +349,15 @@ SAME = [
 ]
 
 
-def test_the_table_has_these_functions():
+def test_function_table_is_complete():
     assert sorted(FUNCTIONS) == sorted([*FLOAT, *BOOL, *SAME, "cast"])
     assert KINDS["pointwise"].name == "pointwise"
 
 
 @pytest.mark.parametrize("name", [*FLOAT, *BOOL, *SAME])
-def test_the_format_of_a_function_of_integers(name):
+def test_result_dtype_for_integer_operands(name):
     if name.startswith("causal_mask"):
-        return  # an op of its own
+        return  # a separate op kind
     with cg.Graph("g") as g:
         y = cg.ops.pointwise(name, *(g.input(f"x{i}", (3, 5), dtype="int32") for i in range(FUNCTIONS[name].arity)))
     assert y.dtype.name == ("fp32" if name in FLOAT else "bool" if name in BOOL else "int32")
@@ -365,7 +365,7 @@ def test_the_format_of_a_function_of_integers(name):
 
 @pytest.mark.parametrize("name", ["reciprocal", "sigmoid", "exp", "sqrt", "tanh", "neg", "abs", "square", "relu"])
 @pytest.mark.parametrize("dtype", ["int32", "bf16", "fp64"])
-def test_formats_of_functions_are_torchs(name, dtype):
+def test_function_dtypes_match_torch(name, dtype):
     formats = {"int32": torch.int32, "bf16": torch.bfloat16, "fp64": torch.float64, "fp32": torch.float32}
     with cg.Graph("g") as g:
         y = cg.ops.pointwise(name, g.input("x", (3, 5), dtype=dtype))
@@ -373,7 +373,7 @@ def test_formats_of_functions_are_torchs(name, dtype):
 
 
 @pytest.mark.parametrize("condition", ["bool", "int64", "fp64"])
-def test_a_condition_has_no_say_in_the_format_but_both_choices_have(condition):
+def test_where_dtype_depends_on_choices_not_condition(condition):
     with cg.Graph("g") as g:
         c = g.input("c", (3,), dtype=condition)
         half, single = g.input("h", (3,), dtype="bf16"), g.input("s", (3,), dtype="fp32")
@@ -384,19 +384,19 @@ def test_a_condition_has_no_say_in_the_format_but_both_choices_have(condition):
 
 
 @pytest.mark.parametrize("dtype", ["int32", "bool", "bf16"])
-def test_what_fills_a_mask_has_no_say(dtype):
+def test_fill_value_does_not_affect_dtype(dtype):
     formats = {"int32": torch.int32, "bool": torch.bool, "bf16": torch.bfloat16}
     expected = torch.ones(3).to(formats[dtype]).masked_fill(torch.ones(3, dtype=torch.bool), 0.5).dtype
     with cg.Graph("g") as g:
         x = g.input("x", (3,), dtype=dtype)
-        # by the interpreter's order: what is filled, the mask, and the number in the record alone
+        # in interpreter order: the filled tensor, the mask, and only the number in the record
         y = cg.ops.pointwise("masked_fill", x, 0.5)
     assert formats[y.dtype.name] == expected
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int32", "bf16"])
 @pytest.mark.parametrize("number", [True, np.True_, 3, np.int64(3), 0.5, np.float32(0.5), Fraction(1, 2)])
-def test_numbers_have_the_say_that_torch_gives_them(dtype, number):
+def test_scalar_promotion_matches_torch(dtype, number):
     formats = {"int32": torch.int32, "bool": torch.bool, "bf16": torch.bfloat16, "fp32": torch.float32}
     formats["int64"] = torch.int64
     plain = number.item() if isinstance(number, np.generic) else 0.5 if isinstance(number, Fraction) else number
@@ -408,22 +408,22 @@ def test_numbers_have_the_say_that_torch_gives_them(dtype, number):
     (kept,) = [n for n in y.producer.kind.scalars if n is not None]
     assert kept == plain
     assert y.producer.kind.numbers == type(plain).__name__
-    assert type(kept) is type(plain)  # one of Python's own, which a file can hold
+    assert type(kept) is type(plain)  # a plain Python number, which a file can store
     assert np.allclose(testing.run(g, {"x": [1.0, 0.0, 1.0]}).outputs[0], np.array([1.0, 0.0, 1.0]) * plain)
 
 
-def test_without_numbers_nothing_is_said_of_them():
+def test_ops_without_scalars_record_none():
     with cg.Graph("g") as g:
         x = g.input("x", (3,), dtype="bool")
         y = cg.ops.pointwise("mul", x, x)
     assert set(y.producer.kind.stated()) == {"function"}
     assert y.dtype.name == "bool"
-    with pytest.raises(cg.GraphError, match="expected tensors and numbers, one tensor"), cg.Graph("g") as g:
+    with pytest.raises(cg.GraphError, match="expected tensors and numbers, at least one tensor"), cg.Graph("g") as g:
         cg.ops.pointwise("mul", g.input("x", (3,)), Decimal(1))
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_the_domain_of_a_sum_is_that_of_the_operand_that_has_one(order):
+def test_sum_inherits_domain_of_masked_operand(order):
     causal = cg.Domain(causal=True)
     with cg.Graph("g") as g:
         q, k = g.input("q", (7, 3)), g.input("k", (7, 3))
@@ -433,7 +433,7 @@ def test_the_domain_of_a_sum_is_that_of_the_operand_that_has_one(order):
         summed = cg.ops.pointwise("add", *((scores, small)[i] for i in order))
         larger = cg.ops.pointwise("add", *((scores, other)[i] for i in order))
         g.output(summed, larger)
-    # 7 * 8 / 2 pairs are seen, in each of the two squares that the scores are repeated for
+    # 7 * 8 / 2 pairs are visible, in each of the two squares that repeat the scores
     assert summed.domain == scores.domain
     assert larger.domain == (causal, 1, 2)
     table = cg.costs(g)

@@ -1,4 +1,4 @@
-"""The algebra of costs against sympy's own and against exact Fractions at points."""
+"""Cost polynomials against sympy and against exact Fractions at points."""
 
 import math
 from fractions import Fraction
@@ -73,7 +73,7 @@ def test_the_expression_is_the_same_polynomial(x):
     assert poly(poly(x).expr) == poly(x)
 
 
-def test_no_coefficient_is_zero_and_none_is_a_whole_fraction():
+def test_coefficients_are_nonzero_and_integers_are_ints():
     p = (poly(A) + 1) * (poly(A) - 1) + Fraction(4, 2) * poly(B)
     assert p.terms == {(("A", 2),): 1, (): -1, (("B", 1),): 2}
     assert {type(c) for c in p.terms.values()} == {int}
@@ -93,7 +93,7 @@ def test_division_of_a_product_is_exact(x, y):
 @each(
     ("above", "below", "expected"),
     [
-        (A**3 - 1, A - 1, A**2 + A + 1),  # more terms than the dividend has
+        (A**3 - 1, A - 1, A**2 + A + 1),  # more terms than in the dividend
         ((A + B) * (A - B) * (A * B + 1), A - B, A**2 * B + A * B**2 + A + B),
         (A * B + C / D, C, A * B / C + 1 / D),
         (6 * A * B, sympy.Rational(3, 2) * B**2, 4 * A / B),
@@ -112,7 +112,7 @@ def test_an_inexact_quotient_is_an_atom_with_the_right_value(x, y, point):
     assert at(poly(x) / poly(y), point) == value(x, point) / value(y, point)
 
 
-def test_the_reciprocal_of_a_sum_is_one_atom_in_every_form():
+def test_reciprocal_of_a_sum_is_canonical():
     for same in (1 / (2 * A * B + 2 * A * C), 1 / (A * (2 * B + 2 * C)), -1 / (-2 * A * B - 2 * A * C)):
         assert poly(same) == poly(1 / (B + C)) / poly(2 * A)
     p = poly(A) / poly(B + C)
@@ -127,7 +127,7 @@ def test_division_by_zero_is_refused(divisor):
         poly(A * B) / divisor
 
 
-def test_a_hopeless_division_ends_soon():
+def test_inexact_division_ends_quickly():
     with limited():
         wide = poly((A + B + C + D) ** 8)
         wide / poly(A * B + C + 7)
@@ -154,8 +154,8 @@ def test_equal_powers_are_equal_polynomials(one, other):
     assert power(poly(B), poly(C)) == poly(B**C)
 
 
-def test_a_power_of_zero_keeps_its_value():
-    # 0**(T - 1) is 0 for T = 3, where 0**T / 0 would be an error
+def test_power_of_zero_keeps_its_value():
+    # 0**(T - 1) is 0 for T = 3, whereas 0**T / 0 would be an error
     p = poly((1 - A / B) ** (C - 1))
     assert at(p, {"A": 2, "B": 2, "C": 3}) == 0
     assert at(poly(sympy.floor(A / 2) ** (C - 1)), {"A": 1, "C": 3}) == 0
@@ -163,7 +163,7 @@ def test_a_power_of_zero_keeps_its_value():
         at(p * poly(1 / (1 - A / B)), {"A": 2, "B": 2, "C": 3})
 
 
-def test_binding_a_power_of_millions_ends_at_once():
+def test_binding_huge_powers_is_fast():
     experts = poly(A * (1 - (1 - 2 / A) ** B))
     with limited():
         assert float(at(experts, {"A": 8, "B": 10**12})) == 8.0
@@ -206,18 +206,18 @@ def test_binding_in_two_steps_is_binding_in_one(x, point, first):
 @fast
 @given(atoms(), points(9))
 def test_symbols_inside_atoms_are_replaced_by_formulas(x, point):
-    new = {"A": poly(B + C), "B": poly(2 * A)}  # at once, not one after the other
+    new = {"A": poly(B + C), "B": poly(2 * A)}  # simultaneously, not one after the other
     inner = {**point, "A": point["B"] + point["C"], "B": 2 * point["A"]}
     assert at(poly(x).bind(new), point) == value(x, inner)
 
 
-def test_names_and_generators():
+def test_names_and_generators_of_polynomials():
     p = poly(A * sympy.floor(B / 2) + Max(C, D) + 1)
     assert p.names() == {"A", "B", "C", "D"}
     assert {str(generator(k)) for k in p.generators()} == {"A", "floor(B/2)", "Max(C, D)"}
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 REFUSED = [
     (1.5, "1.5"),
@@ -256,7 +256,7 @@ REFUSED = [
 
 
 @each(("given_value", "named"), REFUSED, ids=[n for _, n in REFUSED])
-def test_what_is_no_exact_size_is_refused_by_name(given_value, named):
+def test_inexact_sizes_are_refused_by_name(given_value, named):
     with pytest.raises(CostGraphError) as caught:
         poly(given_value)
     assert named in str(caught.value)
@@ -266,7 +266,7 @@ def test_what_is_no_exact_size_is_refused_by_name(given_value, named):
 
 
 @each("exact", [3, np.int64(3), np.uint8(3), sympy.Integer(3), Fraction(3), np.array(3)])
-def test_whole_numbers_of_every_kind_are_sizes(exact):
+def test_all_integer_types_are_sizes(exact):
     assert poly(exact) == 3
     assert type(poly(exact).constant) is int
     assert poly(A) * poly(exact) == poly(3 * A)
@@ -275,7 +275,7 @@ def test_whole_numbers_of_every_kind_are_sizes(exact):
 # -- identity ----------------------------------------------------------------------------------------------------------
 
 
-def test_equality_and_hash_agree_with_numbers():
+def test_equality_and_hash_match_numbers():
     assert poly(3) == 3
     assert hash(poly(3)) == hash(3)
     assert hash(poly(Fraction(1, 3))) == hash(Fraction(1, 3))
@@ -284,11 +284,11 @@ def test_equality_and_hash_agree_with_numbers():
     assert len({poly(A + B), poly(B + A), poly(sympy.Integer(7)), as_poly(7)}) == 2
 
 
-def test_one_name_is_one_symbol():
+def test_same_name_gives_same_symbol():
     assert poly(dims("A")) == poly(A) == poly(sympy.Symbol("A", integer=True, positive=True))
 
 
-def test_text_order_and_what_is_pruned_do_not_depend_on_the_hash_seed():
+def test_text_order_and_pruning_ignore_hash_seed():
     code = (
         "from costgraph import Max, Min, dims\n"
         "from costgraph.algebra.polynomial import poly\n"
@@ -305,7 +305,7 @@ def test_text_order_and_what_is_pruned_do_not_depend_on_the_hash_seed():
     assert len(outputs_under_hash_seeds(code)) == 1
 
 
-def test_extremes_that_differ_in_owners_alone_are_kept_apart():
+def test_extremes_with_different_owners_are_distinct():
     from costgraph.algebra.extremum import Owner
 
     mine = Max(A, B, owners=[Owner("a", "forward"), Owner("b", "forward")])
@@ -316,7 +316,7 @@ def test_extremes_that_differ_in_owners_alone_are_kept_apart():
 
 
 def value_at(p, **sizes):
-    """Value of a polynomial at numbers."""
+    """Return the value of a polynomial at a point."""
     found = p.bind({k: as_poly(v) for k, v in sizes.items()}).constant
     assert found is not None
     return Fraction(found)
@@ -346,7 +346,7 @@ def test_evaluating_at_integers_is_exact(x, point):
     ],
 )
 @each("kind", [int, Fraction, float, np.float64])
-def test_evaluating_gives_numbers_of_the_kind_that_it_was_given(formula, expected, kind):
+def test_evaluation_preserves_number_type(formula, expected, kind):
     sizes = {"A": kind(3), "B": kind(5), "C": kind(7)}
     found = poly(formula).evaluate(sizes.__getitem__)
     if kind in (int, Fraction):
@@ -355,7 +355,7 @@ def test_evaluating_gives_numbers_of_the_kind_that_it_was_given(formula, expecte
         assert found == pytest.approx(float(expected), rel=1e-15)
 
 
-def test_evaluating_takes_arrays_and_asks_for_each_generator_once():
+def test_array_evaluation_computes_each_generator_once():
     asked = []
 
     def sizes(key):
@@ -367,11 +367,11 @@ def test_evaluating_takes_arrays_and_asks_for_each_generator_once():
     assert sorted(asked) == ["A", "B"]
 
 
-# -- numbers of other kinds ------------------------------------------------------------------------------------------
+# -- other number types ----------------------------------------------------------------------------------------------
 
 
 @each("three", [3, np.int64(3), np.uint8(3), Fraction(3)])
-def test_arithmetic_takes_whole_numbers_of_every_kind(three):
+def test_arithmetic_accepts_all_integer_types(three):
     assert poly(A) + three == poly(A + 3)
     assert three - poly(A) == poly(3 - A)
     assert poly(A) * three == poly(3 * A)
@@ -380,7 +380,7 @@ def test_arithmetic_takes_whole_numbers_of_every_kind(three):
     assert as_poly(three).constant == 3
 
 
-def test_sums_that_are_equal_have_one_sort_key_and_others_another():
+def test_sort_keys_identify_polynomials():
     keys = [poly(f).sort_key() for f in (A + B, B + A, A - B, A + 2 * B, A * B, A / B, sympy.Integer(3))]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 6
@@ -388,7 +388,7 @@ def test_sums_that_are_equal_have_one_sort_key_and_others_another():
     assert sorted(keys[1:]) == sorted(backwards)
 
 
-def test_a_number_is_found_in_a_dictionary_by_its_polynomial():
+def test_constant_polynomial_is_same_dict_key_as_number():
     assert {3: "three", Fraction(1, 2): "half", 0: "zero"}[poly(3)] == "three"
     assert {3: "three", Fraction(1, 2): "half"}[poly(Fraction(1, 2))] == "half"
     assert {0: "zero"}[poly(A) - A] == "zero"
@@ -397,7 +397,7 @@ def test_a_number_is_found_in_a_dictionary_by_its_polynomial():
 # -- division ----------------------------------------------------------------------------------------------------------
 
 
-def test_zero_divided_by_a_sum_is_zero():
+def test_zero_divided_by_sum_is_zero():
     assert ZERO / poly(A + B) == ZERO
     assert (ZERO / poly(A - B)).terms == {}
 
@@ -411,7 +411,7 @@ def test_a_reciprocal_times_its_sum_has_the_value_one(x, point):
         assert value_at(ONE / (p * -6 * A) * p, **point) == Fraction(-1, 6 * point["A"])
 
 
-def test_what_is_left_of_a_division_keeps_it_from_being_exact():
+def test_division_with_remainder_is_inexact():
     for above, below in ((A**2 + 1, A + 1), (A * B + 1, A + B), (A**2 * B + A, A * B - 1)):
         p = poly(above) / poly(below)
         assert any(k[0] == "~" for k in p.generators())
@@ -431,7 +431,7 @@ def test_what_is_left_of_a_division_keeps_it_from_being_exact():
         (sympy.floor(sympy.floor(A * (B + 1) / 2) / 3), sympy.floor(sympy.floor((A * B + A) / 2) / 3)),
     ],
 )
-def test_what_is_rounded_has_one_form_however_it_was_written(one, other):
+def test_rounded_expressions_are_canonical(one, other):
     assert poly(one) == poly(other)
     assert poly(one).terms == poly(other).terms
 
@@ -449,7 +449,7 @@ def test_a_symbol_bound_inside_an_atom_is_bound_in_the_formula_too(x, point):
 
 
 @each("exponent", [-HIGHEST_EXPONENT, -65, -1, 0, 1, 65, HIGHEST_EXPONENT])
-def test_powers_of_one_term_have_exponents_up_to_the_limit(exponent):
+def test_single_term_powers_expand_up_to_limit(exponent):
     assert (poly(A) ** exponent).expr == A**exponent
     with pytest.raises(ShapeError, match="expected an exponent"):
         poly(A) ** (HIGHEST_EXPONENT + 1)
@@ -457,7 +457,7 @@ def test_powers_of_one_term_have_exponents_up_to_the_limit(exponent):
         poly(A) ** -(HIGHEST_EXPONENT + 1)
 
 
-def test_powers_of_a_sum_have_exponents_up_to_64():
+def test_sum_powers_expand_up_to_64():
     p = poly(A + 1) ** 64
     assert len(p.terms) == 65
     assert p.terms[(("A", 32),)] == math.comb(64, 32)
@@ -485,20 +485,20 @@ def test_powers_of_a_sum_have_exponents_up_to_64():
         (sympy.Rational(1, 7) ** (C - 1), Fraction(1, 49)),
     ],
 )
-def test_powers_with_symbols_in_the_exponent_have_the_values_of_python(formula, expected):
+def test_symbolic_exponents_match_python_values(formula, expected):
     assert value_at(poly(formula), A=3, B=5, C=3) == expected
     # bound one after the other
     half = poly(formula).bind({"C": as_poly(3)})
     assert value_at(half, A=3, B=5) == expected
 
 
-def test_no_product_holds_a_coefficient_of_zero():
+def test_products_drop_zero_coefficients():
     assert (poly(A + 1) * poly(A - 1)).terms == {(("A", 2),): 1, (): -1}
     assert (poly(A + B) * poly(A - B)).generators() == {"A", "B"}
     assert len((poly(A + B) * poly(A - B)).terms) == 2
 
 
-def test_half_an_exponent_of_a_square_is_a_whole_one():
+def test_square_to_half_power_is_exact():
     assert value_at(power(as_poly(Fraction(3, 7)), poly(C) / 2), C=4) == Fraction(9, 49)
     assert value_at(power(as_poly(4), poly(C) + Fraction(1, 2)), C=3) == 128  # 4**3 * 2
     assert value_at(power(as_poly(4), poly(C) / 2), C=3) == 8
@@ -506,7 +506,7 @@ def test_half_an_exponent_of_a_square_is_a_whole_one():
 
 
 @each("base", [-2, Fraction(-1, 3), -1])
-def test_a_negative_base_with_half_an_exponent_is_refused(base):
+def test_negative_base_with_half_exponent_is_refused(base):
     for exponent in (poly(C) / 2, poly(C) + Fraction(1, 2), poly(C) / 2 + poly(A)):
         with pytest.raises(ShapeError, match="expected a base that is not negative"):
             power(as_poly(base), exponent)
@@ -514,12 +514,12 @@ def test_a_negative_base_with_half_an_exponent_is_refused(base):
 
 
 @each("exponent", [-1, -2, -(10**9)])
-def test_zero_to_a_negative_power_is_refused(exponent):
+def test_zero_to_negative_power_is_refused(exponent):
     with pytest.raises(ShapeError, match="expected a base that is not zero"):
         power(ZERO, as_poly(exponent))
 
 
-def test_powers_of_zero_and_one_stay_exact_however_large_the_exponent():
+def test_powers_of_zero_and_one_are_exact():
     huge = 10**9
     assert power(ZERO, as_poly(huge)) == 0
     assert power(ZERO, ZERO) == 1
@@ -528,18 +528,18 @@ def test_powers_of_zero_and_one_stay_exact_however_large_the_exponent():
     assert power(as_poly(-1), as_poly(huge + 1)) == -1
 
 
-def test_large_powers_of_fractions_are_those_of_floats():
+def test_large_fraction_powers_match_floats():
     close = Fraction(1_000_001, 1_000_000)
     found = power(as_poly(close), as_poly(100_000)).constant
     assert float(found) == pytest.approx(math.exp(100_000 * math.log1p(1e-6)), rel=1e-9)
-    assert power(as_poly(Fraction(1, 3)), as_poly(10**6)) == 0  # below every float
+    assert power(as_poly(Fraction(1, 3)), as_poly(10**6)) == 0  # underflows every float
     assert power(as_poly(3), as_poly(-(10**6))) == 0
     for base, exponent in ((Fraction(3, 2), 10**6), (Fraction(2, 3), -(10**6)), (3, 10**6)):
         with pytest.raises(ShapeError, match="bits is no size of a tensor"):
             power(as_poly(base), as_poly(exponent))
 
 
-def test_a_number_of_many_bits_is_exact_up_to_the_limit():
+def test_large_integers_are_exact_up_to_limit():
     assert power(as_poly(3), as_poly((1 << 17) - 1)) == 3 ** ((1 << 17) - 1)  # two bits each
     assert power(as_poly(3), as_poly(1 << 17)) == 3 ** (1 << 17)
     with pytest.raises(ShapeError, match="a power of 262146 bits"):

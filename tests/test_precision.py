@@ -1,4 +1,4 @@
-"""Number formats of training: policies by name and of one's own, what stays, parts in other formats, and errors."""
+"""Training precision: named and user-defined policies, unaffected graph parts, scoped overrides, and errors."""
 
 import pickle
 from collections import Counter
@@ -22,7 +22,7 @@ B, D, F = cg.dims("B D F")
 
 # -- policies ----------------------------------------------------------------------------------------------------
 
-#: Bytes of weight, gradient, master copy, and of the two moments of Adam.
+#: Bytes for weight, gradient, master copy, and the two Adam moments.
 ADAM = {
     None: (4, 4, 0, 8),
     "fp32": (4, 4, 0, 8),
@@ -38,9 +38,9 @@ LEAN = Policy("lean", params="fp32", grads="bf16", moments="fp32")
 
 def adam_bytes(graph, policy):
     policy = find_policy(policy)
-    made = apply_precision(graph, policy)
+    rewritten = apply_precision(graph, policy)
     found = set()
-    for t in made.params:
+    for t in rewritten.params:
         f = policy.formats_of(t)
         assert f.param == t.dtype
         found.add((f.param.bytes, f.grad.bytes, f.master.bytes if f.master else 0, 2 * f.moments.bytes))
@@ -49,13 +49,13 @@ def adam_bytes(graph, policy):
 
 
 @pytest.mark.parametrize("policy", [None, *POLICIES])
-def test_bytes_of_a_parameter_with_adam(policy):
+def test_adam_bytes_per_parameter(policy):
     assert adam_bytes(gpt2_graph(), policy) == ADAM[policy]
     count = cg.param_count(gpt2_graph())
     assert cg.param_bytes(apply_precision(gpt2_graph(), policy)) == ADAM[policy][0] * count
 
 
-def test_sixteen_twelve_eighteen_and_fourteen_bytes():
+def test_policies_give_16_12_18_and_14_bytes():
     totals = {policy: sum(adam_bytes(gpt2_graph(), policy)) for policy in POLICIES}
     assert totals == {
         "fp32": 16, "bf16": 12, "bf16-master": 16, "bf16-mixed": 16, "fp16-mixed": 16, "megatron-bf16": 18, "fp8": 12,
@@ -63,7 +63,7 @@ def test_sixteen_twelve_eighteen_and_fourteen_bytes():
     assert sum(adam_bytes(gpt2_graph(), LEAN)) == 4 + 2 + 8
 
 
-def test_a_parameter_as_wide_as_the_master_copy_has_none():
+def test_parameter_in_master_dtype_has_no_master_copy():
     g = apply_precision(
         gpt2_graph(), Policy("p", params="bf16", compute="bf16", master="fp32", scopes={"norm": "fp32"})
     )
@@ -83,7 +83,7 @@ def test_policies_can_be_pickled():
     assert hash(policy) == hash(find_policy("bf16-mixed"))
 
 
-# -- what stays --------------------------------------------------------------------------------------------------
+# -- unaffected parts --------------------------------------------------------------------------------------------
 
 
 def formats(graph):
@@ -95,47 +95,47 @@ def formats(graph):
 
 @pytest.mark.parametrize(
     ("make", "before", "after"),
-    # tables of Llama in fp32 are in the default format of a graph in fp32, and would follow it
+    # fp32 tables in an fp32 Llama have the graph's default dtype, and would be converted with it
     [(gpt2_graph, before, after) for before in ("fp32", "bf16", "fp16") for after in ("fp32", "bf16")]
     + [(llama_graph, "bf16", "fp32"), (llama_graph, "fp16", "bf16"), (llama_graph, "bf16", "bf16")],
 )
-def test_a_graph_is_as_if_it_had_been_declared_in_the_format(make, before, after):
-    made = apply_precision(make(before), after)
-    assert formats(made) == formats(make(after))
-    assert made.dtype.name == after
-    assert cg.bytes_moved(made) == cg.bytes_moved(make(after))
-    assert cg.peak_memory(made, **SIZES) == cg.peak_memory(make(after), **SIZES)
+def test_rewritten_graph_matches_declaration_in_that_dtype(make, before, after):
+    rewritten = apply_precision(make(before), after)
+    assert formats(rewritten) == formats(make(after))
+    assert rewritten.dtype.name == after
+    assert cg.bytes_moved(rewritten) == cg.bytes_moved(make(after))
+    assert cg.peak_memory(rewritten, **SIZES) == cg.peak_memory(make(after), **SIZES)
 
 
-def test_tables_in_a_format_of_their_own_stay():
-    made = apply_precision(llama_graph("bf16"), "fp16-mixed")
-    assert {t.name: t.dtype.name for t in made.tensors if t.role in ("buffer", "input")} == {
+def test_tables_with_explicit_dtype_are_kept():
+    rewritten = apply_precision(llama_graph("bf16"), "fp16-mixed")
+    assert {t.name: t.dtype.name for t in rewritten.tensors if t.role in ("buffer", "input")} == {
         "ids": "int64", "cos": "fp32", "sin": "fp32",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", [None, *POLICIES])
 @pytest.mark.parametrize(("name", "attention"), [("gpt2", "eager"), ("llama-3-8b", "flash"), ("mlp", "flash")])
-def test_flops_stay(policy, name, attention):
+def test_precision_preserves_flops(policy, name, attention):
     g = load(name, symbolic=True, attention=attention, dropout=0.1)
-    made = apply_precision(g, policy)
-    assert cg.matmul_flops(made) == cg.matmul_flops(g)
-    if policy != "fp8":  # which looks for scales and applies them
-        assert cg.flops(made) == cg.flops(g)
-    assert cg.param_count(made) == cg.param_count(g)
-    assert apply_precision(made, None).dtype == made.dtype
+    rewritten = apply_precision(g, policy)
+    assert cg.matmul_flops(rewritten) == cg.matmul_flops(g)
+    if policy != "fp8":  # fp8 also computes and applies scales
+        assert cg.flops(rewritten) == cg.flops(g)
+    assert cg.param_count(rewritten) == cg.param_count(g)
+    assert apply_precision(rewritten, None).dtype == rewritten.dtype
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed", "fp8", {"matmul": "fp16", "sum": "fp32"}])
-def test_rewritten_graphs_go_into_files(policy, tmp_path):
-    made = apply_precision(gpt2_graph(), policy)
-    cg.save(made, tmp_path / "g.json")
+def test_rewritten_graphs_survive_save_and_load(policy, tmp_path):
+    rewritten = apply_precision(gpt2_graph(), policy)
+    cg.save(rewritten, tmp_path / "g.json")
     back = cg.load(tmp_path / "g.json")
-    assert formats(back) == formats(made)
-    assert cg.bytes_moved(back) == cg.bytes_moved(made)
+    assert formats(back) == formats(rewritten)
+    assert cg.bytes_moved(back) == cg.bytes_moved(rewritten)
 
 
-def test_a_graph_is_left_as_it_was():
+def test_input_graph_is_unchanged():
     g = gpt2_graph()
     before = formats(g)
     apply_precision(g, "bf16-mixed")
@@ -145,95 +145,98 @@ def test_a_graph_is_left_as_it_was():
 # -- scopes ------------------------------------------------------------------------------------------------------
 
 
-def test_a_scope_is_kept_in_another_format():
-    """The tied table is declared outside the head: it is cast once, the normalised stream once."""
+def test_scope_can_use_another_dtype():
+    """The tied table belongs to the head's outer scope: it is cast once, and so is the normalized stream."""
     policy = Policy("p", params="bf16", compute="bf16", scopes={"head": "fp32"})
-    made = apply_precision(gpt2_graph("bf16"), policy)
-    head = [op for op in made.ops if op.name.startswith("head") or op.name == "table.cast"]
+    rewritten = apply_precision(gpt2_graph("bf16"), policy)
+    head = [op for op in rewritten.ops if op.name.startswith("head") or op.name == "table.cast"]
     assert [op.name for op in head] == ["head/cast", "table.cast", "head/matmul"]
     assert head[-1].results[0].dtype.name == "fp32"
-    log_p = next(op for op in made.walk() if word(op) == "cross_entropy")
-    assert log_p.operands[0].dtype.name == "bf16"  # cast back where the scope ends
+    log_p = next(op for op in rewritten.walk() if word(op) == "cross_entropy")
+    assert log_p.operands[0].dtype.name == "bf16"  # cast back at the end of the scope
 
 
-def test_autocast_is_off_in_a_scope():
+def test_autocast_can_be_disabled_in_a_scope():
     policy = find_policy("bf16-mixed")
     kept = Policy("p", params="fp32", compute="fp32", autocast=policy.autocast, scopes={"head": "fp32"})
-    made = apply_precision(gpt2_graph(), kept)
-    assert {op.results[0].dtype.name for op in made.ops if op.name == "head/matmul"} == {"fp32"}
-    assert {op.results[0].dtype.name for op in made.walk() if word(op) == "addmm" and op.body is not None} == {"bf16"}
+    rewritten = apply_precision(gpt2_graph(), kept)
+    assert {op.results[0].dtype.name for op in rewritten.ops if op.name == "head/matmul"} == {"fp32"}
+    assert {op.results[0].dtype.name for op in rewritten.walk() if word(op) == "addmm" and op.body is not None} == {
+        "bf16"
+    }
 
 
-def test_parameters_of_a_scope_are_kept_in_its_format():
+def test_scope_parameters_use_scope_dtype():
     policy = Policy("p", params="bf16", compute="bf16", scopes={"layers/norm1": "fp32", "layers": "bf16"})
-    made = apply_precision(gpt2_graph("bf16"), policy)
-    wide = {t.name for t in made.params if t.dtype.name == "fp32"}
+    rewritten = apply_precision(gpt2_graph("bf16"), policy)
+    wide = {t.name for t in rewritten.params if t.dtype.name == "fp32"}
     assert wide == {"layers/norm1/weight", "layers/norm1/bias"}
-    assert {op.results[0].dtype.name for op in made.walk() if op.name == "layers/kqv/addmm"} == {"bf16"}
+    assert {op.results[0].dtype.name for op in rewritten.walk() if op.name == "layers/kqv/addmm"} == {"bf16"}
 
 
 # -- fp8 ---------------------------------------------------------------------------------------------------------
 
 
-def test_linear_layers_read_quantized_operands():
-    """y = x @ w: FLOPs of the scales are |x|, max, times, and 2 of clamp for each operand, and one a result."""
+def test_fp8_linear_layers_read_quantized_operands():
+    """For y = x @ w, scaling costs |x|, max, multiply and 2 for clamp per operand element, one per result element."""
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F))
-    made = apply_precision(g, "fp8")
-    assert cg.matmul_flops(made) == 2 * B * D * F
-    # a scale is one division for each operand, and the product of both one multiplication
-    assert cg.flops(made) == (2 * B * D * F + 5 * (B * D + D * F) + B * F + 3).expand()
-    (product,) = [op for op in made.walk() if word(op) == "matmul"]
+    rewritten = apply_precision(g, "fp8")
+    assert cg.matmul_flops(rewritten) == 2 * B * D * F
+    # one division per operand scale, and one multiplication for the product of both
+    assert cg.flops(rewritten) == (2 * B * D * F + 5 * (B * D + D * F) + B * F + 3).expand()
+    (product,) = [op for op in rewritten.walk() if word(op) == "matmul"]
     assert [t.dtype.name for t in product.operands] == ["fp8_e4m3", "fp8_e4m3"]
-    assert made.outputs[0].dtype.name == "bf16"
-    # twice x and w in bf16, x and w in fp8 written and read, y in bf16; each of two amax is written and read, each
-    # scale written and read twice, in fp32
-    assert cg.bytes_moved(made) == ((2 * 2 + 1 + 1) * (B * D + D * F) + 2 * B * F + 2 * 4 * (2 + 3)).expand()
+    assert rewritten.outputs[0].dtype.name == "bf16"
+    # bf16 x and w are read twice, fp8 x and w written and read, bf16 y written; in fp32, each of two amax is written
+    # and read, and each scale written and read twice
+    assert cg.bytes_moved(rewritten) == ((2 * 2 + 1 + 1) * (B * D + D * F) + 2 * B * F + 2 * 4 * (2 + 3)).expand()
     assert find_policy("fp8").grad_matmul == "fp8_e5m2"
 
 
-def test_a_weight_is_quantized_once_and_products_of_activations_never():
-    made = apply_precision(gpt2_graph("bf16"), "fp8")
+def test_weights_are_quantized_once_and_activation_matmuls_never():
+    rewritten = apply_precision(gpt2_graph("bf16"), "fp8")
     layers = 4
-    by_name = Counter(op.body.name for op in made.walk() if op.body is not None and op.loop is None)
-    assert by_name["quantize"] == by_name["amax"] == 2 * layers + 2  # and the head
+    by_name = Counter(op.body.name for op in rewritten.walk() if op.body is not None and op.loop is None)
+    assert by_name["quantize"] == by_name["amax"] == 2 * layers + 2  # plus the head
     assert by_name["scaled_mm"] == 1
-    eager = [op for op in made.walk() if word(op) == "matmul" and op.operands[0].ndim > 3]
+    eager = [op for op in rewritten.walk() if word(op) == "matmul" and op.operands[0].ndim > 3]
     assert {t.dtype.name for op in eager for t in op.operands} == {"bf16"}
     outside = apply_precision(gpt2_graph("bf16"), Policy("p", matmul="fp8_e4m3", scopes={"head": "bf16"}))
     assert not [op for op in outside.walk() if op.body is not None and op.body.name == "scaled_mm"]
 
 
-def test_wide_weights_are_quantized_as_they_are_and_biases_cast():
+def test_fp32_weights_are_quantized_directly_and_biases_cast():
     with cg.Graph("g") as g:
         g.output(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F, bias=True))
-    made = apply_precision(g, Policy("p", params="fp32", compute="bf16", matmul="fp8_e4m3"))
-    assert [(op.name, op.operands[0].dtype.name) for op in made.ops if op.kind.name == "pointwise"] == [
+    mixed = apply_precision(g, Policy("p", params="fp32", compute="bf16", matmul="fp8_e4m3"))
+    assert [(op.name, op.operands[0].dtype.name) for op in mixed.ops if op.kind.name == "pointwise"] == [
         ("linear/addmm/scale", "fp32"), ("linear/weight/scale", "fp32"), ("linear/bias.cast", "fp32"),
     ]  # fmt: skip
-    assert [op.operands[0].dtype.name for op in made.ops if op.body is not None and op.body.name == "quantize"] == [
+    assert [op.operands[0].dtype.name for op in mixed.ops if op.body is not None and op.body.name == "quantize"] == [
         "bf16", "fp32",
     ]  # fmt: skip
-    assert made.outputs[0].dtype.name == "bf16"
+    assert mixed.outputs[0].dtype.name == "bf16"
 
 
-def test_products_of_a_backward_pass_read_narrow_copies():
-    """dx = dy @ w.T and dw = x.T @ dy, 2*B*D*F each: dy in E5M2, the copies of x and w from the forward pass.
+def test_fp8_backward_matmuls_read_quantized_copies():
+    """dx = dy @ w.T and dw = x.T @ dy cost 2*B*D*F each, with dy in E5M2 and the fp8 copies of x and w from the
+    forward.
 
-    dy is scaled and cast once for both: 5 FLOPs an element and one division; each product multiplies two scales and
-    divides by the result.
+    dy is scaled and cast once for both: 5 FLOPs per element and one division; each matmul multiplies two scales and
+    divides its result.
     """
     with cg.Graph("g", dtype="bf16") as g:
         y = cg.linear(g.input("x", (B, D), grad=True), "b d -> b f", f=F, bias=True)
         g.output(cg.reduce(y, "b f -> ", "sum"))
-    made = apply_precision(g, "fp8")
-    trained = backward(made)
+    rewritten = apply_precision(g, "fp8")
+    trained = backward(rewritten)
     products = [op for op in trained.walk() if word(op) == "matmul" and op.body is None]
     assert [[t.dtype.name for t in op.operands] for op in products] == [
         ["fp8_e4m3", "fp8_e4m3"], ["fp8_e5m2", "fp8_e4m3"], ["fp8_e5m2", "fp8_e4m3"],
     ]  # fmt: skip
-    assert cg.matmul_flops(trained) == 3 * cg.matmul_flops(made)
-    pointwise = cg.flops(trained) - cg.flops(made) - 2 * cg.matmul_flops(made)
+    assert cg.matmul_flops(trained) == 3 * cg.matmul_flops(rewritten)
+    pointwise = cg.flops(trained) - cg.flops(rewritten) - 2 * cg.matmul_flops(rewritten)
     # B*F additions for the bias
     assert pointwise.expand() == (5 * B * F + 1 + (B * D + 1) + (D * F + 1) + B * F).expand()
     assert {t.name: d.dtype.name for t, d in trained.gradients.items()} == {
@@ -277,21 +280,21 @@ def test_malformed_policies_are_refused(arguments, text):
     assert str(error.value).startswith(text)
 
 
-def test_a_device_is_stated_in_the_policy():
-    with pytest.raises(cg.GraphError, match=r"policy 'lean': autocast_device 'cpu', expected it stated in the policy"):
+def test_device_in_policy():
+    with pytest.raises(cg.GraphError, match="policy 'lean': autocast_device 'cpu' differs from the policy's own"):
         apply_precision(gpt2_graph(), LEAN, autocast_device="cpu")
     with pytest.raises(cg.GraphError, match=r"policy: autocast_device 'tpu', expected one of cuda, cpu"):
         find_policy("bf16-mixed", autocast_device="tpu")
     assert find_policy(LEAN) is LEAN
 
 
-def test_a_scope_that_holds_nothing_is_refused():
+def test_empty_scope_is_refused():
     policy = Policy("p", scopes={"haed": "fp32"})
-    with pytest.raises(cg.GraphError, match=r"scope 'haed' holds no op or parameter of graph 'gpt2', .* such as head"):
+    with pytest.raises(cg.GraphError, match=r"scope 'haed' contains no op or parameter of graph 'gpt2', .* as head"):
         apply_precision(gpt2_graph(), policy)
 
 
-def test_stated_bytes_of_another_format_are_refused():
+def test_stated_bytes_in_another_dtype_are_refused():
     with cg.Graph("g") as g:
         g.output(cg.opaque("fft", [g.input("x", (B,))], (B,), flops=5 * B, reads=8 * B))
     with pytest.raises(cg.UnsupportedError, match=r"opaque 'fft': states the bytes that it reads, .* fp32 to bf16"):
@@ -300,7 +303,7 @@ def test_stated_bytes_of_another_format_are_refused():
     assert cg.bytes_moved(apply_precision(g, Policy("p", compute="bf16", scopes={"fft": "fp32"}))) == 18 * B
 
 
-def test_opaque_ops_hand_out_the_format_that_they_are_given():
+def test_opaque_ops_return_operand_dtype():
     with cg.Graph("g") as g:
         x = g.input("x", (B, D)) @ g.param("w", (D, D))
         g.output(cg.opaque("fft", [x], (B, D), flops=5 * B * D))
@@ -308,17 +311,17 @@ def test_opaque_ops_hand_out_the_format_that_they_are_given():
     assert apply_precision(g, {"fft": "fp16"}).outputs[0].dtype.name == "fp16"
 
 
-def test_only_a_forward_pass_is_rewritten():
+def test_only_forward_graphs_are_rewritten():
     with pytest.raises(cg.GraphError, match="apply_precision: got int, expected a graph"):
         apply_precision(3, "bf16")
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
         g.add_op(cg.relu(x).producer.kind, [x], "late", "backward")
-    with pytest.raises(cg.GraphError, match="graph 'g' has more than a forward pass, expected that alone"):
+    with pytest.raises(cg.GraphError, match="graph 'g' has more than a forward pass, expected only a forward pass"):
         apply_precision(g, "bf16")
 
 
-def test_formats_of_something_else_than_a_parameter_are_refused():
+def test_dtypes_for_non_parameters_are_refused():
     g = gpt2_graph()
     with pytest.raises(cg.GraphError, match=r"policy 'lean': formats of .*, expected a parameter"):
         LEAN.formats_of(g.tensors[0])

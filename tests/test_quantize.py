@@ -1,4 +1,4 @@
-"""Number formats of inference: bytes with their scales, the units that products run on, and what is refused."""
+"""Inference number formats: bytes with scales, matmul units, and refusals."""
 
 import pytest
 from each import each
@@ -30,7 +30,7 @@ def product(dtype="bf16"):
 
 
 def attention(kernel, window=None):
-    """One query of each sequence against a cache that it is appended to."""
+    """Attend with one query per sequence to a cache, after appending to it."""
     with cg.Graph("attention", dtype="bf16") as g:
         q, new = g.input("q", (B, G, 1, K)), g.input("new", (B, G, 1, K))
         held = g.buffer("kept", (B, G, S, K), role="cache")
@@ -39,7 +39,7 @@ def attention(kernel, window=None):
     return g
 
 
-# -- formats ---------------------------------------------------------------------------------------------------------
+# -- dtypes ----------------------------------------------------------------------------------------------------------
 
 
 @each(
@@ -50,19 +50,19 @@ def attention(kernel, window=None):
         ("int4_g128_fp16_zero", (3, 130), 3 * 130 / 2 + 3 * 2 * (2 + 1 / 2)),
         ("int8_row_fp32", (3, 130), 3 * 130 + 3 * 4),
         ("fp8_e4m3_row_fp32", (2, 3, 7), 2 * 3 * 7 + 2 * 3 * 4),
-        # blocks of 2 rows and 128 columns: of 3*5 rows there are 8, of 130 columns 2
+        # blocks of 2 rows and 128 columns: 8 for 3*5 rows, 2 for 130 columns
         ("fp8_b2x128_fp32", (3, 5, 130), 3 * 5 * 130 + 8 * 2 * 4),
         ("int4_b128x128_fp16_zero", (130, 7), 130 * 7 / 2 + 2 * (2 + 1 / 2)),
-        ("fp4_g32_fp8_e8m0", (3, 64), cg.evaluate(3 * 64 / 2 + 3 * 2)),  # what mxfp4 is
+        ("fp4_g32_fp8_e8m0", (3, 64), cg.evaluate(3 * 64 / 2 + 3 * 2)),  # the definition of mxfp4
     ],
 )
-def test_bytes_of_a_format_with_scales(name, sizes, expected):
+def test_scaled_dtype_bytes(name, sizes, expected):
     with cg.Graph("g") as g:
         g.param("w", sizes, dtype=name)
     assert cg.param_bytes(g) == expected
 
 
-def test_a_format_with_scales_is_found_by_its_name_alone():
+def test_scaled_dtype_is_parsed_from_name():
     found = cg.dtype("fp8_row_fp32")
     assert found == cg.dtype("fp8_e4m3_row_fp32") == cg.dtype(found)
     assert (found.name, found.element, found.bits, found.block) == ("fp8_e4m3_row_fp32", "fp8_e4m3", 8, 0)
@@ -78,12 +78,12 @@ def test_a_format_with_scales_is_found_by_its_name_alone():
      "fp8_row_fp32_zero", "fp8_e8m0_row_fp32", "int4_g12345678_fp16", "int4_row_fp16_zero_zero", "fp8_b0x128_fp32",
      "fp8_b128_fp32"],
 )  # fmt: skip
-def test_other_names_are_no_formats(name):
+def test_invalid_dtype_names_are_refused(name):
     with pytest.raises(cg.FormatError, match="is unknown"):
         cg.dtype(name)
 
 
-def test_a_file_has_the_formats(tmp_path):
+def test_quantized_graph_survives_save_and_load(tmp_path):
     q = cg.quantize(mlp(), "int4", group=2)
     cg.save(q, tmp_path / "q.json")
     again = cg.load(tmp_path / "q.json")
@@ -94,22 +94,22 @@ def test_a_file_has_the_formats(tmp_path):
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
-def test_groups_run_along_the_summed_axis():
+def test_groups_run_along_summed_axis():
     q = cg.quantize(product(), "int4", group=128)
-    # 11 outputs of 300 inputs: 3 groups each, the last of 44
+    # 11 outputs with 300 inputs: 3 groups each, the last with 44
     assert cg.param_bytes(q, D=300, F=11) == 300 * 11 / 2 + 11 * 3 * 2
     assert cg.param_count(q) == D * F
-    # of 130 outputs and 7 inputs no scale is shared between outputs
+    # with 130 outputs and 7 inputs, outputs share no scale
     assert cg.param_bytes(q, D=7, F=130) == 7 * 130 / 2 + 130 * 1 * 2
 
 
-def test_axes_that_are_summed_together_share_the_scale_of_a_channel():
+def test_jointly_summed_axes_share_channel_scale():
     with cg.Graph("g", dtype="bf16") as g:
         x = g.input("x", (B, S, G, K))
         g.output(cg.linear(x, "b s g k -> b s d", d=D))
     assert cg.param_bytes(cg.quantize(g, "int8")) == D * G * K + 4 * D
     w8a8 = cg.quantize(g, "int8", "int8")
-    # x is read, its narrow copy with a scale a token written and read, and the result written
+    # x is read, its quantized copy with per-token scales is written and read, and the result is written
     sizes = {"B": 2, "S": 3, "G": 5, "K": 7, "D": 11}
     x, tokens = 2 * 3 * 5 * 7, 2 * 3
     assert cg.bytes_moved(w8a8, **sizes) == 2 * x + 2 * (x + 4 * tokens) + (11 * 35 + 4 * 11) + 2 * tokens * 11
@@ -135,7 +135,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids=str)
-def test_formulas_are_what_an_interpreter_counts(formats):
+def test_quantized_formulas_match_interpreter(formats):
     q = cg.quantize(mlp(), **formats)
     counted = testing.run(q, **ODD)
     assert (counted.matmul, counted.flops) == (cg.matmul_flops(q, **ODD), cg.flops(q, **ODD))
@@ -146,7 +146,7 @@ def test_formulas_are_what_an_interpreter_counts(formats):
 
 
 @each("formats", FORMATS, ids=str)
-def test_a_product_inside_a_kernel_stays_there(formats):
+def test_matmul_inside_kernel_stays_fused(formats):
     with cg.Graph("g", dtype="bf16") as g:
         x, w, v = g.input("x", (B, D)), g.param("w", (D, F)), g.param("v", (D,))
         with cg.kernel("own"):
@@ -156,35 +156,35 @@ def test_a_product_inside_a_kernel_stays_there(formats):
     assert [op.name for op in q.ops if op.body] == ["own"]
     counted = testing.run(q, **sizes)
     assert (counted.flops, counted.bytes_moved) == (cg.flops(q, **sizes), cg.bytes_moved(q, **sizes))
-    # the operands and the result alone are in memory
+    # only the operands and the result are in memory
     assert cg.bytes_moved(q, **sizes) == 2 * 2 * 5 + cg.param_bytes(q, **sizes) + 2 * 2 * 3
 
 
-def test_weights_are_widened_inside_the_kernel():
+def test_weights_are_dequantized_inside_kernel():
     g, sizes = product(), {"B": 3, "D": 256, "F": 5}
     q = cg.quantize(g, "int4", group=128)
     packed = 256 * 5 / 2 + 5 * 2 * 2
     assert cg.bytes_moved(q, **sizes) == 2 * 3 * 256 + packed + 2 * 3 * 5
     assert cg.peak_memory(q, **sizes) == 2 * 3 * 256 + packed + 2 * 3 * 5
-    # of each element its scale, and with zero points a subtraction more
+    # one scale multiplication per element, and one subtraction if there are zero points
     assert cg.flops(q) - cg.flops(g) == D * F
     assert cg.flops(cg.quantize(g, "int4", group=128, zero=True)) - cg.flops(g) == 2 * D * F
-    # a scale for each channel is applied to the product
+    # per-channel scales apply to the matmul result
     assert cg.flops(cg.quantize(g, "int8")) - cg.flops(g) == B * F
 
 
-def test_what_quantizing_activations_computes():
+def test_activation_quantization_flops():
     g = product()
     q = cg.quantize(g, "int8", "int8")
-    # of each element magnitude, comparison, product and clamping to two sides, of each token a division; two scales
+    # per element: magnitude, comparison, multiplication and two clamps; per token a division; two scales
     assert cg.flops(q) - cg.flops(g) == 5 * B * D + B + 2 * B * F
-    # scales of groups are applied to their sums, which are then added up
+    # group scales apply to partial sums, which are then added
     grouped = cg.quantize(g, "int4", "int8", group=128)
     sizes = {"B": 3, "D": 300, "F": 5}
     assert cg.flops(grouped, **sizes) - cg.flops(g, **sizes) == 5 * 900 + 3 + 2 * 3 * 5 * 3 + 3 * 5
 
 
-def test_activations_that_several_layers_read_are_quantized_once():
+def test_shared_activations_are_quantized_once():
     with cg.Graph("g", dtype="bf16") as g:
         x = g.input("x", (B, D))
         g.output(cg.linear(x, "b d -> b f", f=F, name="a") + cg.linear(x, "b d -> b f", f=F, name="b"))
@@ -205,7 +205,7 @@ def test_activations_that_several_layers_read_are_quantized_once():
     ],
     ids=str,
 )
-def test_which_unit_a_product_runs_on(formats, unit):
+def test_matmul_unit_follows_operand_dtypes(formats, unit):
     b300, sizes = cg.load_hardware("b300"), {"B": 2**12, "D": 2**12, "F": 2**12}
     q = cg.quantize(product(), **formats)
     assert set(cg.costs(q).filter(kind="matmul", direction="compute").group("dtype")) == {unit}
@@ -213,21 +213,21 @@ def test_which_unit_a_product_runs_on(formats, unit):
     assert rates[f"matmul {unit}"] == float(b300.rate(unit).value)
 
 
-def test_a_rate_that_a_device_lacks_is_that_of_the_next_wider_format():
+def test_missing_rate_falls_back_to_next_wider_dtype():
     q = cg.quantize(product(), "int4", "int4")
-    found = cg.roofline(q, "h100-sxm", B=1, D=2, F=3)
-    assert ("peak.int4", "peak.int8", "next wider format") in found.stand_ins
-    assert cg.roofline(q, "h100-sxm", B=1, D=2, F=3, fallback={"int4": "int8"}).estimate == found.estimate
+    estimate = cg.roofline(q, "h100-sxm", B=1, D=2, F=3)
+    assert ("peak.int4", "peak.int8", "next wider format") in estimate.stand_ins
+    assert cg.roofline(q, "h100-sxm", B=1, D=2, F=3, fallback={"int4": "int8"}).estimate == estimate.estimate
 
 
-def test_integers_are_multiplied_in_their_own_format():
+def test_integer_matmul_uses_integer_rate():
     with cg.Graph("g") as g:
         x, w = g.input("x", (B, D), dtype="int8"), g.param("w", (D, F), dtype="int8")
         g.output(cg.einsum(x, w, "b d, d f -> b f", dtype="int32"))
     assert set(cg.costs(g).filter(kind="matmul", direction="compute").group("dtype")) == {"int8"}
 
 
-# -- which weights ---------------------------------------------------------------------------------------------------
+# -- weight selection ------------------------------------------------------------------------------------------------
 
 
 def decoder(*, tied=False):
@@ -244,25 +244,25 @@ def wide(q):
     return [t.name for t in q.params if t.dtype.name == "bf16"]
 
 
-def test_norms_biases_tables_and_the_head_stay():
+def test_norms_biases_embeddings_and_head_stay_unquantized():
     assert wide(cg.quantize(decoder(), "int8")) == ["table", "rms_norm/weight", "up/bias", "head/weight"]
     assert wide(cg.quantize(decoder(), "int8", skip=["up"])) == ["table", "rms_norm/weight", "up/weight", "up/bias"]
     assert wide(cg.quantize(decoder(), "int8", skip=[])) == ["table", "rms_norm/weight", "up/bias"]
     assert wide(cg.quantize(decoder(), "int8", skip=(), embeddings=True)) == ["rms_norm/weight", "up/bias"]
 
 
-def test_a_table_tied_to_the_head_stays_unless_both_may_change():
+def test_tied_table_is_quantized_only_with_head():
     assert "table" in wide(cg.quantize(decoder(tied=True), "int8"))
     assert "table" in wide(cg.quantize(decoder(tied=True), "int8", skip=[]))
     q = cg.quantize(decoder(tied=True), "int8", skip=[], embeddings=True)
     assert "table" not in wide(q)
-    # B*S rows of D bytes and a scale are read, as many wide ones written, in one kernel
+    # B*S rows of D bytes with a scale are read and as many dequantized ones written, in one kernel
     sizes = {"B": 2, "S": 3, "D": 5, "F": 7, "V": 11}
     rows = cg.costs(q, **sizes).filter(op="embedding").total()
     assert (rows.bytes, rows.flops) == (6 * (5 + 4) + 8 * 6 + 2 * 6 * 5, 6 * 5)
 
 
-def test_weights_that_something_else_reads_stay():
+def test_weights_with_other_readers_stay_unquantized():
     with cg.Graph("g", dtype="bf16") as g:
         x = g.input("x", (B, D))
         shared, own = g.param("shared", (D, D)), g.param("own", (D, D))
@@ -277,7 +277,7 @@ def test_weights_that_something_else_reads_stay():
     }  # fmt: skip
 
 
-def test_a_view_of_a_weight_is_followed():
+def test_quantization_follows_weight_views():
     with cg.Graph("g", dtype="bf16") as g:
         w = g.param("w", (D, 2, F))
         first = cg.rearrange(w[:, 0:1], "d 1 f -> d f")
@@ -288,12 +288,12 @@ def test_a_view_of_a_weight_is_followed():
     assert cg.bytes_moved(q, B=1, D=8, F=3) == 2 * 8 + (12 + 6 * 2) + 2 * 3
 
 
-def test_experts_scale_what_their_rows_read():
+def test_expert_weights_have_their_own_scales():
     E, k = cg.dims("E k")
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.nn.moe(g.input("x", (B, D)), E, k, F))
     sizes = {"B": 1, "D": 256, "F": 128, "E": 64, "k": 2}
-    weight = 3 * 256 * 128  # elements of an expert
+    weight = 3 * 256 * 128  # elements per expert
     before, after = (cg.bytes_moved(h, **sizes) for h in (g, cg.quantize(g, "int4", group=128)))
     assert before - after == 2 * (2 * weight - weight / 2 - weight / 128 * 2)
     more = cg.flops(cg.quantize(g, "int4", group=128), **sizes) - cg.flops(g, **sizes)
@@ -301,18 +301,18 @@ def test_experts_scale_what_their_rows_read():
     assert {t.name: t.dtype.name for t in cg.quantize(g, "int4", group=128).params}["moe/router/gate/weight"] == "bf16"
     w8a8 = cg.quantize(g, "int8", "int8")
     assert set(cg.costs(w8a8).filter(kind="matmul", direction="compute").group("dtype")) == {"bf16", "int8"}
-    # what a zero point and a scale cost is stated; a file keeps it
+    # zero points and scales have stated costs, also after save and load
     q = cg.quantize(g, "int4", group=128, zero=True)
     assert cg.flops(q, **sizes) - cg.flops(g, **sizes) == 2 * 2 * weight
 
 
-def test_frozen_narrow_weights_under_layers_that_are_trained():
+def test_frozen_quantized_weights_under_trained_adapters():
     with cg.Graph("g", dtype="bf16") as g:
         h = cg.linear(g.input("x", (B, D)), "b d -> b e", e=D, name="adapter")
         y = cg.einsum(h, g.param("w", (D, F)), "b d, d f -> b f")
         g.output(cg.reduce(y, "b f -> ", "mean"))
     step = cg.training_step(cg.quantize(g, "int4", group=64, skip=["adapter"]), optimizer=cg.SGD())
-    # forward of both, the gradient of what the narrow weight is given, and that of the adapter's weight
+    # forward of both, the gradient of the quantized layer's input, and the adapter's weight gradient
     assert cg.matmul_flops(step) == 2 * (2 * B * D**2) + 2 * (2 * B * D * F)
     assert cg.state_bytes(step).gradients == 2 * D**2
 
@@ -320,25 +320,26 @@ def test_frozen_narrow_weights_under_layers_that_are_trained():
 # -- caches ----------------------------------------------------------------------------------------------------------
 
 CACHED = {"B": 2, "G": 3, "K": 8, "S": 5}
-POSITIONS = 2 * 3 * 5  # of all heads
+POSITIONS = 2 * 3 * 5  # over all heads
 
 
 @each(("cache", "row"), [("fp8_e4m3", 8), ("int8", 8 + 2), ("int4", 4 + 2), ("mxfp8", 8 + 1)])
-def test_a_cache_is_stored_narrower_and_widened_in_the_kernel(cache, row):
+def test_quantized_cache_is_dequantized_in_kernel(cache, row):
     g = attention("flash")
     q = cg.quantize(g, cache=cache)
     assert cg.cache_bytes(q, **CACHED) == POSITIONS * row
     query = 2 * 2 * 3 * 8
-    # the new position is read wide and written narrow; the kernel reads the query and the cache once, writes the result
+    # the new position is read in bf16 and written quantized; the kernel reads query and cache once and writes the
+    # result
     assert cg.bytes_moved(q, **CACHED) == query + 2 * 3 * row + query + POSITIONS * row + query
     assert cg.matmul_flops(q) == cg.matmul_flops(g)
     assert set(cg.costs(q).filter(kind="matmul", direction="compute").group("dtype")) == {"bf16"}
 
 
-def test_separate_ops_read_a_wide_copy():
+def test_eager_attention_reads_dequantized_cache_copy():
     g, q = attention("eager"), cg.quantize(attention("eager"), cache="fp8_e4m3")
     elements = POSITIONS * 8
-    # the copy: one read narrow, one write wide; then both products read it as before
+    # the dequantized copy: one narrow read, one wide write; then both matmuls read it as before
     more = cg.bytes_moved(q, **CACHED) - cg.bytes_moved(g, **CACHED)
     assert more == elements + 2 * elements - 2 * 3 * 8
     assert cg.peak_memory(q, **CACHED) >= elements + 2 * elements
@@ -348,14 +349,14 @@ def test_separate_ops_read_a_wide_copy():
 @each("cache", ["fp8_e4m3", "int8", "mxfp8"])
 @each("window", [None, 3])
 @each("kernel", ["flash", "eager"])
-def test_formulas_of_a_narrow_cache_are_what_an_interpreter_counts(cache, window, kernel):
+def test_quantized_cache_formulas_match_interpreter(cache, window, kernel):
     q = cg.quantize(attention(kernel, window), cache=cache)
     counted = testing.run(q, **CACHED)
     assert (counted.matmul, counted.flops) == (cg.matmul_flops(q, **CACHED), cg.flops(q, **CACHED))
     assert (counted.bytes_moved, counted.peak) == (cg.bytes_moved(q, **CACHED), cg.peak_memory(q, **CACHED))
 
 
-def test_a_window_is_read_alone():
+def test_windowed_cache_reads_only_window():
     for kernel_format in ("fp8_e4m3", "int8"):
         g, q = attention("flash", 3), cg.quantize(attention("flash", 3), cache=kernel_format)
         row = 8 if kernel_format == "fp8_e4m3" else 8 + 2
@@ -366,13 +367,13 @@ def test_a_window_is_read_alone():
 
 @pytest.mark.parametrize("kernel", ["flash", "eager"])
 @pytest.mark.parametrize("name", ["llama-2-7b", "gpt2"])
-def test_caches_of_the_zoo(name, kernel):
+def test_zoo_caches_can_be_quantized(name, kernel):
     step = cg.decode(load(name, attention=kernel))
     half = cg.quantize(step, cache="fp8_e4m3")
     assert cg.cache_bytes(step) == 2 * cg.cache_bytes(half)
     whole = cg.prefill(load(name, attention=kernel))
     assert cg.cache_bytes(cg.quantize(whole, cache="fp8_e4m3")) == cg.cache_bytes(half)
-    # the prompt is attended to as it is made; its keys and values are written narrow
+    # the prompt attends to unquantized keys and values, which are then written quantized
     saved = cg.bytes_moved(whole) - cg.bytes_moved(cg.quantize(whole, cache="fp8_e4m3"))
     assert saved.expand() == cg.cache_bytes(half)
 
@@ -387,7 +388,7 @@ def test_caches_of_the_zoo(name, kernel):
         *(pytest.param(n, marks=pytest.mark.long) for n in ("mistral-7b", "gemma-3-4b", "whisper-tiny")),
     ],
 )
-def test_models_of_other_families(name):
+def test_other_model_families_can_be_quantized(name):
     for g in (cg.prefill(load(name)), cg.decode(load(name))):
         q = cg.quantize(g, "int8", "int8", cache="fp8_e4m3")
         assert cg.param_count(q) == cg.param_count(g)
@@ -397,7 +398,7 @@ def test_models_of_other_families(name):
         assert {"int8", "bf16"} <= units <= {"int8", "bf16", "fp32"}
 
 
-def test_states_of_recurrences_stay():
+def test_recurrent_states_stay_unquantized():
     with cg.Graph("g", dtype="bf16") as g:
         x = g.input("x", (S, B, D))
         _, ys = cg.scan(S, lambda h, x: (h + x, h * x), cg.ops.initial_state((B, D)), x)
@@ -410,41 +411,41 @@ def test_states_of_recurrences_stay():
 # -- a published model -----------------------------------------------------------------------------------------------
 
 
-def test_weights_of_llama_2_7b_in_4_bits():
-    # q, k, v and o of 4096*4096, gate, up and down of 4096*11008, in 32 layers
+def test_llama_2_7b_int4_weight_bytes():
+    # q, k, v and o with 4096*4096, gate, up and down with 4096*11008, in 32 layers
     linear = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
-    # two norms a layer and one at the end; tokens and head
+    # two norms per layer and one at the end; embedding and head
     rest = (2 * 32 + 1) * 4096 + 2 * 32000 * 4096
     g = load("llama-2-7b")
     assert cg.param_bytes(cg.quantize(g, "int4", group=128)) == linear / 2 + linear / 128 * 2 + rest * 2
-    # zero points of 4 bits beside them, as AWQ stores it
+    # with 4-bit zero points, as AWQ stores them
     awq = cg.param_bytes(cg.quantize(g, "int4", group=128, zero=True))
     assert awq == linear / 2 + linear / 128 * (2 + 1 / 2) + rest * 2
-    # one scale in fp32 for each output: 4096 of q, k, v, o and down, 11008 of gate and up
+    # one fp32 scale per output: 4096 for q, k, v, o and down, 11008 for gate and up
     outputs = 32 * (5 * 4096 + 2 * 11008)
     assert cg.param_bytes(cg.quantize(g, "int8", "int8")) == linear + 4 * outputs + rest * 2
 
 
 @pytest.mark.parametrize(("name", "published"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
-def test_checkpoints_of_gpt_oss(name, published):
-    # OpenAI 2025 (arXiv 2508.10925), table 1, in GiB: the experts in MXFP4, all else in bf16
+def test_gpt_oss_checkpoint_bytes(name, published):
+    # OpenAI 2025 (arXiv 2508.10925), table 1, in GiB: experts in MXFP4, the rest in bf16
     q = cg.quantize(load(name), "mxfp4", skip=["attention", "head", "router"])
     assert round(cg.param_bytes(q) / 2**30, 1) == published
 
 
-def test_a_prompt_a_step_and_a_forward_pass_have_the_same_weights():
+def test_prefill_decode_and_forward_share_weight_bytes():
     g = load("llama-2-7b")
     found = {cg.param_bytes(cg.quantize(h, "int4", group=128)) for h in (g, cg.prefill(g), cg.decode(g))}
     assert len(found) == 1
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 @each(
     ("formats", "text"),
     [
-        ({}, "quantize: no format, expected one of weights or of the cache"),
+        ({}, "quantize: no format, expected one for the weights or the cache"),
         ({"weights": "bf16"}, "quantize: weights: 'bf16', expected an integer or float of 8 bits or fewer"),
         ({"weights": "bool"}, "quantize: weights: 'bool', expected an integer or float of 8 bits or fewer"),
         ({"weights": "fp8_e8m0"}, "quantize: weights: 'fp8_e8m0', expected an integer or float of 8 bits or fewer"),
@@ -453,40 +454,40 @@ def test_a_prompt_a_step_and_a_forward_pass_have_the_same_weights():
         ({"cache": "fp8", "group": 128}, "quantize: group=128 without weights=, expected a format for them"),
         ({"weights": "int8", "group": 0}, "quantize: group=0, expected a positive integer"),
         ({"weights": "int8", "group": True}, "quantize: group is True, expected a whole number"),
-        ({"weights": "mxfp4", "group": 32}, "quantize: weights 'mxfp4' have scales of their own, expected no group="),
-        ({"weights": "nvfp4", "zero": True}, "quantize: weights 'nvfp4' have scales of their own, expected no zero="),
+        ({"weights": "mxfp4", "group": 32}, "quantize: weights 'mxfp4' have their own scales, expected no group="),
+        ({"weights": "nvfp4", "zero": True}, "quantize: weights 'nvfp4' have their own scales, expected no zero="),
         (
             {"weights": "fp8", "zero": True},
             (
                 "quantize: weights 'fp8_e4m3' with scale='fp32', zero=True, expected a scale in fp32, fp16, bf16 "
-                "or fp8, and a zero point of integers alone"
+                "or fp8, and a zero point only for integers"
             ),
         ),
         (
             {"weights": "int8", "activations": "fp8"},
             (
                 "quantize: weights in 'int8' and activations in 'fp8_e4m3': neither holds the values of the other, "
-                "expected one format, or a narrower one that the other holds"
+                "expected the same format, or one that holds the other's values"
             ),
         ),
         (
             {"weights": "nvfp4", "activations": "mxfp8"},
             (
-                "quantize: weights in 'nvfp4' and activations in 'mxfp8': the matrix unit applies scales of blocks, "
-                "expected blocks of one length on both sides, or on neither"
+                "quantize: weights in 'nvfp4' and activations in 'mxfp8': the matrix unit applies block scales, "
+                "expected the same block size on both sides, or no blocks"
             ),
         ),
         (
             {"weights": "fp8", "activations": "mxfp8"},
             (
-                "quantize: weights in 'fp8_e4m3' and activations in 'mxfp8': the matrix unit applies scales of blocks, "
-                "expected blocks of one length on both sides, or on neither"
+                "quantize: weights in 'fp8_e4m3' and activations in 'mxfp8': the matrix unit applies block scales, "
+                "expected the same block size on both sides, or no blocks"
             ),
         ),
     ],
     ids=str,
 )
-def test_formats_that_make_no_sense(formats, text):
+def test_unsupported_dtype_combinations_are_refused(formats, text):
     with pytest.raises(cg.CostGraphError) as error:
         cg.quantize(product(), **formats)
     assert str(error.value) == text
@@ -497,57 +498,57 @@ def test_formats_that_make_no_sense(formats, text):
     [
         (
             {"weights": "int8", "skip": ["attn"]},
-            "quantize: skip 'attn' is no parameter or scope of one, expected some of linear/weight",
+            "quantize: skip 'attn' matches no parameter or scope, expected some of linear/weight",
         ),
         ({"weights": "int8", "skip": "linear"}, "quantize: skip is 'linear', expected a list, each text"),
         (
             {"weights": "int8", "skip": ["linear"]},
             (
-                "quantize: graph 'product' has no weight that products with activations alone read outside linear, "
+                "quantize: graph 'product' has no weight outside linear that only matmuls with activations read, "
                 "expected linear layers in its default format 'bf16'"
             ),
         ),
         (
             {"cache": "fp8"},
-            "quantize: graph 'product' has no cache of keys and values, expected what prefill or decode returns",
+            "quantize: graph 'product' has no cache of keys and values, expected the result of prefill or decode",
         ),
         ({"weights": "int8", "zero": 1}, "quantize: zero is 1, expected True or False"),
     ],
     ids=str,
 )
-def test_what_is_not_in_the_graph(options, text):
+def test_unmatched_parameter_names_are_refused(options, text):
     with pytest.raises(cg.GraphError) as error:
         cg.quantize(product(), **options)
     assert str(error.value) == text
 
 
-def test_a_product_whose_scales_have_no_place():
+def test_matmul_without_room_for_scales_is_refused():
     with cg.Graph("g", dtype="bf16") as g:
         x = g.input("x", (B, D * S))
         g.output(cg.einsum(x, g.param("w", (D, F)), "b (d s), d f -> b s f", s=S))
     assert cg.param_bytes(cg.quantize(g, "int8")) == D * F + 4 * F
-    with pytest.raises(cg.UnsupportedError, match="sums a part of an axis of its activations"):
+    with pytest.raises(cg.UnsupportedError, match="sums over part of an axis of its activations"):
         cg.quantize(g, "int8", "int8")
 
 
-# -- graphs of one rank ----------------------------------------------------------------------------------------------
+# -- per-rank graphs -------------------------------------------------------------------------------------------------
 
 
-def test_weights_of_a_rank_lie_as_they_did():
+def test_quantized_rank_weights_keep_placement():
     whole = cg.decode(load("llama-3-8b"))
     rank = cg.parallelize(whole, tp=4)
-    made = cg.quantize(rank, "int8")
-    # a byte a weight and 4 of a scale for each channel, of which a rank has a fourth, or all where it sums a fourth
-    assert cg.param_bytes(made, B=1, S=7) < 1.001 * cg.param_bytes(cg.quantize(whole, "int8"), B=1, S=7) / 4
+    quantized = cg.quantize(rank, "int8")
+    # a byte per weight and a 4-byte scale per channel; a rank has a fourth of the scales, or all for a sharded sum axis
+    assert cg.param_bytes(quantized, B=1, S=7) < 1.001 * cg.param_bytes(cg.quantize(whole, "int8"), B=1, S=7) / 4
     sent = [(r.op, r.axis, r.bytes) for r in cg.communication(rank).rows]
-    assert [(r.op, r.axis, r.bytes) for r in cg.communication(made).rows] == sent
-    assert made.sharding.mesh == rank.sharding.mesh
-    places = {name: str(made.sharding.places[f"layers/attention/{name}/weight"]) for name in ("q", "proj")}
-    # (D, H, K) is stored as (H, K, D): what is summed is innermost, and what ranks share is still the heads
+    assert [(r.op, r.axis, r.bytes) for r in cg.communication(quantized).rows] == sent
+    assert quantized.sharding.mesh == rank.sharding.mesh
+    places = {name: str(quantized.sharding.places[f"layers/attention/{name}/weight"]) for name in ("q", "proj")}
+    # (D, H, K) is stored as (H, K, D): the summed axis is innermost, and the heads are still sharded
     assert places == {"q": "(tp H/4) _ _", "proj": "_ (tp H*K/4)"}
 
 
-def test_layers_of_a_rank_that_are_cut_by_a_mixture_lie_as_they_did():
+def test_quantized_rank_mixture_layers_keep_placement():
     rank = cg.parallelize(cg.decode(load("llama-3-8b")), tp=2)
-    made = cg.quantize(rank, "Q4_K_M")
-    assert cg.communication(made, B=1, S=7).total() == cg.communication(rank, B=1, S=7).total()
+    quantized = cg.quantize(rank, "Q4_K_M")
+    assert cg.communication(quantized, B=1, S=7).total() == cg.communication(rank, B=1, S=7).total()

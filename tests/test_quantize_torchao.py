@@ -1,4 +1,4 @@
-"""Weights as torchao keeps them for products in bf16: int8 a row, int4 in groups, and in tiles of tinygemm."""
+"""torchao weight formats for bf16 matmuls: int8 per row, int4 in groups, and int4 tinygemm tiles."""
 
 import pytest
 from each import each
@@ -25,8 +25,8 @@ def up(size, multiple):
 
 @each("group", [32, 64, 128, 256])
 @each(("n", "k"), [(4096, 4096), (4096, 11008), (67, 2048), (8, 1280)])
-def test_int4_in_tiles_is_what_torch_packs(linear, group, n, k):
-    """`Int4TilePackedTo4dTensor.from_hp` of torchao 0.18.0 pads to 1024 and 8, then packs with this op of torch's."""
+def test_int4_tiles_match_torch_packing(linear, group, n, k):
+    """In torchao 0.18.0, `Int4TilePackedTo4dTensor.from_hp` pads to 1024 and 8, then packs with this torch op."""
     torch = pytest.importorskip("torch")
     rows, columns = up(n, 8), up(k, 1024)
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta")
@@ -36,21 +36,21 @@ def test_int4_in_tiles_is_what_torch_packs(linear, group, n, k):
     assert cg.param_bytes(small, N=n, K=k) == packed.nbytes + scale_and_zero.nbytes
 
 
-def test_int4_that_is_not_padded(linear):
-    # `Int4Tensor`: N * K / 2 codes, and a scale and a zero point in bf16 for each group of a row, the last one short
+def test_unpadded_int4_bytes(linear):
+    # `Int4Tensor`: N * K / 2 codes, and a bf16 scale and zero point per row group, the last group short
     small = cg.quantize(linear, "int4_g64_bf16_zero_bf16")
     assert cg.param_bytes(small, N=67, K=256) == 67 * 128 + 67 * 4 * (2 + 2)
     assert cg.param_bytes(small, N=67, K=100) == 67 * 50 + 67 * 2 * (2 + 2)
 
 
-def test_int8_of_a_row(linear):
-    # `Int8Tensor` of torchao 0.18.0, of a weight of (67, 256) in bf16: codes (67, 256) and zero points (67, 1) in int8,
-    # scales (67, 1) in fp32
+def test_int8_per_row_bytes(linear):
+    # `Int8Tensor` in torchao 0.18.0, for a bf16 weight (67, 256): int8 codes (67, 256) and zero points (67, 1), fp32
+    # scales (67, 1)
     assert cg.param_bytes(cg.quantize(linear, "int8_row_fp32_zero"), N=67, K=256) == 67 * 256 + 67 * 4 + 67
 
 
-def test_what_is_padded_is_read(linear):
-    """Of 5 rows of 100 a product reads 8 of 1024, with scales and zero points of 8 groups each."""
+def test_padding_is_read(linear):
+    """For 5 rows of 100, a matmul reads 8 of 1024, with scales and zero points for 8 groups each."""
     small = cg.quantize(linear, TINYGEMM.format(128))
     stored = 8 * 512 + 8 * 8 * 4
     moved = cg.bytes_moved(small, B=3, N=5, K=100)
@@ -59,15 +59,15 @@ def test_what_is_padded_is_read(linear):
     assert cg.matmul_flops(small, B=3, N=5, K=100) == 2 * 3 * 5 * 100
 
 
-def test_a_model_takes_them():
+def test_models_accept_torchao_formats():
     model = load("llama-2-7b")
-    # 17/4 bits for each weight, and of the second matrix of the perceptron 11264 columns for 11008
+    # 17/4 bits per weight; the second MLP matrix has 11264 columns instead of 11008
     names = ("int4_g128_bf16_zero_bf16", TINYGEMM.format(128))
     plain, tiles = (cg.param_bytes(cg.quantize(model, name)) for name in names)
     assert tiles - plain == 32 * 4096 * 256 * 17 // 32
 
 
-def test_names():
+def test_torchao_format_names():
     found = cg.dtype(TINYGEMM.format(128))
     assert (found.padded, [s.format for s in found.scale], found.element) == ((1024, 8), ["bf16", "bf16"], "uint4")
     assert cg.dtype("e4m3_g128_fp32_pad16x16").name == "fp8_e4m3_g128_fp32_pad16x16"
@@ -77,7 +77,7 @@ def test_names():
             cg.dtype(name)
 
 
-def test_they_are_written_and_read(linear, tmp_path):
+def test_torchao_formats_survive_save_and_load(linear, tmp_path):
     small = cg.quantize(linear, TINYGEMM.format(64))
     cg.save(small, tmp_path / "small.json")
     assert cg.param_bytes(cg.load(tmp_path / "small.json")) == cg.param_bytes(small)

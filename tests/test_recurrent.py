@@ -1,4 +1,4 @@
-"""Recurrences over positions: their costs, what decode keeps of them, and their values and gradients in numbers."""
+"""Recurrences over positions: costs, decode state, values, and gradients."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def graph(build, dtype="fp32"):
 
 
 def decaying(scan="kernel", *, mean=False):
-    """h = exp(a) * h + x outer b, read by b: a state of D x N a sequence."""
+    """h = exp(a) * h + x outer b, read by b; the state is D x N per sequence."""
 
     def build(g):
         x, b, a = g.input("x", (B, S, D)), g.input("b", (B, S, N)), g.param("a", (D, N))
@@ -39,26 +39,26 @@ def decaying(scan="kernel", *, mean=False):
 # -- costs -----------------------------------------------------------------------------------------------------------
 
 
-def test_states_inside_a_kernel_are_no_memory():
+def test_kernel_internal_states_take_no_memory():
     kernel, ops = decaying(), decaying("ops")
     assert cg.matmul_flops(kernel) == cg.matmul_flops(ops) == 2 * B * S * D * N
-    # x, b and y once a position, the first state, and the decays: nothing of B*S*D*N elements
+    # x, b and y once per position, the initial state, and the decays; no tensor of B*S*D*N elements
     assert cg.bytes_moved(kernel) == 4 * (2 * B * S * D + B * S * N + 2 * B * D * N + D * N)
     states = cg.bytes_moved(ops).coeff(S).coeff(N).coeff(D).coeff(B)
     # x outer b written and read, h read and written, h read by the product
     assert states == 4 * 5
 
 
-def test_a_training_step_computes_states_again_and_keeps_none():
+def test_training_step_recomputes_states():
     kernel, ops = cg.training_step(decaying(mean=True)), cg.training_step(decaying("ops", mean=True))
-    assert cg.matmul_flops(kernel) == cg.matmul_flops(ops)  # what is read of the states is not computed again
+    assert cg.matmul_flops(kernel) == cg.matmul_flops(ops)  # reads of the states are not recomputed
     assert not cg.peak_memory(kernel, B=2, S=3, D=5).has(N * S)
     stacked = cg.peak_memory(ops, B=2, D=5, N=7)
     assert stacked.subs(S, 1000) - stacked.subs(S, 999) >= 4 * 2 * 5 * 7
 
 
 @each("axis", [0, 1, 2, -1, -3])
-def test_positions_on_any_axis(axis):
+def test_positions_may_lie_on_any_axis(axis):
     def build(g):
         rest = [n for i, n in enumerate((3, 4, 5)) if i != axis % 3]
         return cg.nn.recurrence(
@@ -76,14 +76,14 @@ def numbers(seed, *shape):
     return np.random.default_rng(seed).uniform(-1, 1, shape)
 
 
-def test_cumulative_sum_in_numbers():
+def test_cumulative_sum_values():
     x = numbers(0, 3, 5, 2)
     for axis in (0, 1, 2, -1):
         g = graph(lambda g, axis=axis: cg.nn.cumulative_sum(g.input("x", (3, 5, 2)), axis), "fp64")
         assert np.allclose(run(g, {"x": x}).outputs[0], np.cumsum(x, axis))
 
 
-def test_token_shift_in_numbers():
+def test_token_shift_values():
     x = numbers(1, 2, 5, 3)
     found = run(graph(lambda g: cg.nn.token_shift(g.input("x", (2, 5, 3))), "fp64"), {"x": x}).outputs[0]
     assert np.array_equal(found[:, 1:], x[:, :-1])
@@ -94,8 +94,8 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def test_lstm_in_numbers():
-    """torch's equations: gates in the order input, forget, cell, output."""
+def test_lstm_values_match_torch_equations():
+    """torch's equations, with gates in the order input, forget, cell, output."""
     x, w, u = numbers(2, 2, 4, 3), numbers(3, 3, 20), numbers(4, 5, 20)
     a, b = numbers(5, 20), numbers(6, 20)
     values = {"x": x, "lstm/input/weight": w, "lstm/input/bias": a, "lstm/state/weight": u, "lstm/state/bias": b}
@@ -108,8 +108,8 @@ def test_lstm_in_numbers():
         assert np.allclose(found[:, t], h)
 
 
-def test_gru_in_numbers():
-    """torch's equations: gates in the order reset, update, new."""
+def test_gru_values_match_torch_equations():
+    """torch's equations, with gates in the order reset, update, new."""
     x, w, u = numbers(2, 2, 4, 3), numbers(3, 3, 15), numbers(4, 5, 15)
     a, b = numbers(5, 15), numbers(6, 15)
     values = {"x": x, "gru/input/weight": w, "gru/input/bias": a, "gru/state/weight": u, "gru/state/bias": b}
@@ -123,7 +123,7 @@ def test_gru_in_numbers():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_head_norm_in_numbers(bias):
+def test_head_norm_values(bias):
     x, w, b = numbers(7, 2, 3, 4), numbers(8, 12), numbers(9, 12)
     g = graph(lambda g: cg.nn.head_norm(g.input("x", (2, 3, 4)), bias=bias), "fp64")
     values = {"x": x, "head_norm/weight": w} | ({"head_norm/bias": b} if bias else {})
@@ -132,7 +132,7 @@ def test_head_norm_in_numbers(bias):
 
 
 def looped(scan):
-    """A recurrence whose backward pass needs its states, what it reads of them, and what is made before the loop."""
+    """Build a recurrence whose backward pass needs the states, the values read from them, and loop-invariant values."""
 
     def build(g):
         x, w, a = g.param("x", (2, 4, 3)), g.param("w", (3, 3)), g.param("a", (3,))
@@ -173,7 +173,7 @@ def total(build):
 
 
 @pytest.mark.parametrize("name", in_part(LOSSES, 0))
-def test_gradients_are_finite_differences(name):
+def test_gradients_match_finite_differences(name):
     g = LOSSES[name]()
     values = {t.name: numbers(i, *(int(n) for n in t.shape)) for i, t in enumerate(g.params)}
     found = run(cg.backward(g), values).gradients
@@ -190,26 +190,26 @@ def test_gradients_are_finite_differences(name):
 
 
 @pytest.mark.parametrize("scan", ["kernel", "ops"])
-def test_decode_keeps_the_state_alone(scan):
+def test_decode_keeps_only_the_state(scan):
     g = decaying(scan)
     step = cg.decode(g)
-    assert cg.cache_bytes(step) == 4 * B * D * N  # at any length
+    assert cg.cache_bytes(step) == 4 * B * D * N  # independent of the length
     assert cg.matmul_flops(step) == 2 * B * D * N
     several = cg.decode(g, "T")
     assert cg.matmul_flops(several) == 2 * B * D * N * cg.dims("T")
 
 
-def test_a_step_reads_and_writes_the_state_once_where_a_kernel_holds_it():
+def test_fused_decode_step_reads_and_writes_state_once():
     step = cg.decode(decaying())
     # x, b and y of one position, the state read and written, the decays
     assert cg.bytes_moved(step) == 4 * (2 * B * D + B * N + 2 * B * D * N + D * N)
-    # nothing else of the size of the state is ever live
+    # no other tensor as large as the state is ever live
     assert cg.peak_memory(step) == 4 * (2 * B * D + B * N + B * D * N + D * N)
     assert cg.bytes_moved(cg.prefill(decaying())) - cg.bytes_moved(decaying()) == 4 * B * D * N
 
 
 @pytest.mark.parametrize("scan", ["kernel", "ops"])
-def test_decode_goes_on_where_prefill_has_stopped(scan):
+def test_decode_continues_from_prefill(scan):
     values = {"x": numbers(1, 2, 5, 3), "b": numbers(2, 2, 5, 4), "a": numbers(3, 3, 4)}
     sizes = {"B": 2, "D": 3, "N": 4}
 
@@ -228,7 +228,7 @@ def test_decode_goes_on_where_prefill_has_stopped(scan):
 
 
 def cached(g, values, name, **sizes):
-    """What a graph leaves in a cache."""
+    """Return the final cache contents of a graph."""
     return next(v.array for t, v in run(g, values, **sizes).values if t.name == name)
 
 
@@ -240,7 +240,7 @@ def cached(g, values, name, **sizes):
     [
         (
             lambda x: cg.nn.recurrence(lambda h, x: (h, x), x, ()),
-            "without xs, expected a tensor with an axis of positions",
+            "without xs, expected a tensor with a position axis",
         ),
         (
             lambda x: cg.nn.recurrence(lambda h, x: (h, x), x, x, axis=3),
@@ -263,22 +263,22 @@ def cached(g, values, name, **sizes):
         (lambda x: cg.nn.lstm(x.shape, 3), "lstm"),
     ],
 )
-def test_errors_name_what_was_expected(build, text):
+def test_errors_name_the_expectation(build, text):
     with cg.Graph("g") as g, pytest.raises(cg.CostGraphError) as caught:
         build(g.input("x", (2, 3, 4)))
     assert text in str(caught.value)
 
 
-def test_how_a_recurrence_is_run_is_one_of_two():
+def test_unknown_recurrence_implementation_is_refused():
     with cg.Graph("g"), pytest.raises(cg.GraphError) as caught, cg.nn.scan_kernel("states", "fused"):
         pass
     assert str(caught.value) == "kernel 'states': scan 'fused', expected one of kernel, ops"
 
 
-def test_a_causal_convolution_has_one_axis_and_no_stride():
+def test_causal_convolution_requires_one_axis_without_stride():
     for options, text in (
         ({"window": 3, "stride": 2}, "padding='causal' with stride=2, expected a stride of 1"),
-        ({"window": (3, 3)}, "padding='causal' of a window over 2 axes, expected one axis, that of positions"),
+        ({"window": (3, 3)}, "padding='causal' of a window over 2 axes, expected the position axis only"),
     ):
         pattern, shape = ("b c s -> b o s", (2, 3, 7)) if "stride" in options else ("b c h w -> b o h w", (2, 3, 5, 5))
         with cg.Graph("g") as g, pytest.raises(cg.ShapeError) as caught:
@@ -286,8 +286,8 @@ def test_a_causal_convolution_has_one_axis_and_no_stride():
         assert str(caught.value) == text
 
 
-def test_a_causal_convolution_counts_as_torch_does():
-    # Conv1d makes S + 3*(window - 1) results for a dilation of 3, and the first S of them are taken
+def test_causal_convolution_flops_match_torch():
+    # Conv1d computes S + 3*(window - 1) outputs at dilation 3, of which the first S are kept
     g = graph(lambda g: cg.conv(g.input("x", (B, D, S)), "b c s -> b o s", window=5, dilation=3, padding="causal", o=E))
     assert g.outputs[0].shape == (B, E, S)
     assert (cg.matmul_flops(g) - 2 * 5 * B * D * E * (S + 12)).expand() == 0

@@ -1,4 +1,4 @@
-"""Reductions: of merged and split axes, of domains, inside bodies."""
+"""Reductions over merged and split axes, over domains, and inside bodies."""
 
 from math import prod
 
@@ -55,9 +55,9 @@ def test_strides_of_a_sum_are_torchs(data):
         ("a b c d -> a (d c)", (2, 3, 5, 7), {}),
     ],
 )
-def test_shapes_are_those_of_einops_and_each_element_costs_one(operation, pattern, shape, sizes):
+def test_shapes_match_einops_with_one_flop_per_element(operation, pattern, shape, sizes):
     if sizes is None:
-        with pytest.raises(PatternError, match="nothing is reduced, expected an axis that the result leaves out"):
+        with pytest.raises(PatternError, match="nothing is reduced, expected an axis that the result omits"):
             graph_of(lambda x: cg.reduce(x, pattern, operation), shape)
         return
     expected = einops.reduce(torch.ones(shape), pattern, operation, **sizes)
@@ -73,7 +73,7 @@ def test_shapes_are_those_of_einops_and_each_element_costs_one(operation, patter
 
 @each("dtype", ["fp32", "bf16", "int32", "bool"])
 @each("operation", ["sum", "prod", "max", "any", "argmax", "argmin"])
-def test_formats_are_torchs(dtype, operation):
+def test_reduction_dtypes_match_torch(dtype, operation):
     formats = {
         "fp32": torch.float32,
         "bf16": torch.bfloat16,
@@ -82,7 +82,7 @@ def test_formats_are_torchs(dtype, operation):
         "int64": torch.int64,
     }
     if dtype == "bool" and operation in ("argmax", "argmin"):
-        expected = torch.int64  # torch has no argmax of bools; indices are indices
+        expected = torch.int64  # torch has no argmax for bools; ours returns indices as usual
     else:
         run = {"sum": torch.sum, "prod": torch.prod, "max": torch.amax, "any": torch.any, "argmax": torch.argmax}
         run["argmin"] = torch.argmin
@@ -100,15 +100,19 @@ def test_formats_are_torchs(dtype, operation):
         (lambda x: cg.reduce(3, "a b -> a", "sum"), GraphError, "reduce: x is 3, expected a tensor"),
         (lambda x: cg.reduce(x, None, "sum"), PatternError, "pattern None: expected text"),
         (lambda x: cg.reduce(x, "a b -> a c", "sum"), PatternError, "axis 'c' of the result is not in the operand"),
-        (lambda x: cg.reduce(x, "a b+1 -> a", "sum"), PatternError, "expected names"),
+        (lambda x: cg.reduce(x, "a b+1 -> a", "sum"), PatternError, "expected axis names"),
         (lambda x: cg.reduce(x, "a b c -> a", "sum"), ShapeError, "has 2 axes, the pattern 'a b c' has 3"),
         (lambda x: cg.reduce(x, "a (b c) -> a", "sum"), ShapeError, "sizes of b and c"),
         (lambda x: cg.reduce(x, "a (b c) -> a", "sum", b=2), ShapeError, "does not split"),
-        (lambda x: cg.reduce(x, "a b -> a", "sum", c=2), PatternError, "size given for 'c', which is no axis of it"),
+        (
+            lambda x: cg.reduce(x, "a b -> a", "sum", c=2),
+            PatternError,
+            "size given for 'c', which is not one of its axes",
+        ),
         (lambda x: cg.reduce(x, "a a -> a", "sum"), PatternError, "expected each axis of the operand once"),
     ],
 )
-def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):
+def test_refusals_name_place_value_and_expectation(call, error, text):
     with cg.Graph("g") as g:
         x = g.input("x", (3, 5))
         with pytest.raises(error, match=text):
@@ -118,7 +122,7 @@ def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, te
 B, L = cg.dims("B L")
 
 
-def test_the_operations_are_these_and_give_these_formats():
+def test_reduction_operations_and_result_dtypes():
     assert sorted(REDUCTIONS) == sorted(["sum", "mean", "max", "min", "prod", "any", "all", "argmax", "argmin"])
     formats = {"any": "bool", "all": "bool", "argmax": "int64", "argmin": "int64"}
     with cg.Graph("g") as g:
@@ -130,7 +134,7 @@ def test_the_operations_are_these_and_give_these_formats():
 
 @pytest.mark.parametrize("dtype", ["int32", "bool"])
 @pytest.mark.parametrize("operation", ["any", "all", "max", "min", "prod"])
-def test_formats_of_integers(operation, dtype):
+def test_integer_reduction_dtypes(operation, dtype):
     with cg.Graph("g") as g:
         y = cg.reduce(g.input("x", (3, 5), dtype=dtype), "a b -> b", operation)
     expected = {"any": "bool", "all": "bool", "prod": "int64"}.get(operation, dtype)
@@ -152,7 +156,7 @@ def test_formats_of_integers(operation, dtype):
         ("(a b) c -> (b c)", (6, 5), {"a": 2}, None, (15,)),
     ],
 )
-def test_merged_axes_of_results_are_those_of_numpy(pattern, shape, sizes, axes, result):
+def test_merged_result_axes_match_numpy(pattern, shape, sizes, axes, result):
     with cg.Graph("g") as g:
         x = g.input("x", shape)
         try:
@@ -176,7 +180,7 @@ def test_merged_axes_of_results_are_those_of_numpy(pattern, shape, sizes, axes, 
 
 @pytest.mark.parametrize("pattern", ["h s t -> s t", "h s t -> t s", "h s t -> s", "h s t -> h t", "h s t -> t 1 s"])
 @pytest.mark.parametrize("dims", [("s", "t"), ("t", "s")])
-def test_a_domain_stays_where_both_of_its_axes_do(pattern, dims):
+def test_domain_is_kept_if_both_axes_are(pattern, dims):
     causal = cg.Domain(causal=True)
     with cg.Graph("g") as g:
         q, k = g.input("q", (2, 7, 3)), g.input("k", (2, 7, 3))
@@ -190,13 +194,13 @@ def test_a_domain_stays_where_both_of_its_axes_do(pattern, dims):
         assert y.domain == (causal, axes.index("s"), axes.index("t"))
     else:
         assert y.domain is None
-    # two heads of 7 * 8 / 2 pairs are added up
+    # two heads with 7 * 8 / 2 pairs are summed
     assert cg.costs(g).filter(op="sum").total().pointwise == 2 * 28
     assert cg.costs(g).filter(op="relu").total().pointwise == (28 if y.domain else prod(y.shape))
     testing.check(g)
 
 
-def test_a_reduction_in_a_body_captures_what_it_reads():
+def test_reduction_in_body_captures_its_operand():
     with cg.Graph("g") as g:
         x, w = g.input("x", (3, 5)), g.input("w", (3, 5, 7))
 
@@ -212,7 +216,7 @@ def test_a_reduction_in_a_body_captures_what_it_reads():
 
 
 @pytest.mark.parametrize("dtype", ["int32", "bool", "int64"])
-def test_a_mean_of_integers_is_refused_as_in_torch(dtype):
+def test_integer_mean_is_refused_as_in_torch(dtype):
     with cg.Graph("g") as g:
         x = g.input("x", (3, 5), dtype=dtype)
         with pytest.raises(cg.ShapeError, match=r"mean of .* expected a floating format"):
@@ -221,6 +225,6 @@ def test_a_mean_of_integers_is_refused_as_in_torch(dtype):
             assert cg.reduce(g.input(half, (3, 5), dtype=half), "a b -> a", "mean").dtype.name == half
 
 
-def test_a_size_that_is_none_names_the_function():
+def test_invalid_size_error_names_function():
     with cg.Graph("g") as g, pytest.raises(cg.CostGraphError, match=r"^reduce: "):
         cg.reduce(g.input("x", (6, 5)), "(a b) c -> a", "sum", a="two")

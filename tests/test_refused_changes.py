@@ -1,4 +1,4 @@
-"""A refused change leaves a graph as it was: the same program with refusals in it declares the same graph."""
+"""A refused change leaves the graph unchanged: a program with refusals declares the same graph as one without."""
 
 import copy
 import inspect
@@ -19,7 +19,7 @@ B, S, V = cg.dims("B S V")
 
 
 class Declared:
-    """A graph with inputs of all sorts, in the place of which a call may be made."""
+    """A graph with various inputs, on which a call can be made."""
 
     def __init__(self):
         self.graph = g = cg.Graph("g")
@@ -45,7 +45,7 @@ def step(state, item):
     return new, new
 
 
-#: A call of every public function that adds to a graph.
+#: One call of every public function that adds to a graph.
 CALLS = {
     "adaptive_pool": lambda d: cg.nn.adaptive_pool(d.image, (2, 2)),
     "arange": lambda d: cg.ops.arange(S),
@@ -149,14 +149,14 @@ CALLS = {
 }
 
 
-def test_the_calls_are_all_that_the_library_has():
+def test_calls_cover_all_public_functions():
     answers = {name: str(inspect.signature(found).return_annotation) for name, found in FUNCTIONS.items()}
-    # what answers with a function, such as a loss for `training_step`, adds nothing itself
+    # functions that return a function, such as a loss for `training_step`, add nothing themselves
     declaring = {n for n, text in answers.items() if "Callable" not in text and ("Tensor" in text or "Carry" in text)}
     assert declaring == set(CALLS)
 
 
-# -- what a graph is -----------------------------------------------------------------------------------------------
+# -- graph state ---------------------------------------------------------------------------------------------------
 
 
 def facts(node):
@@ -170,7 +170,7 @@ def facts(node):
 
 
 def state(g):
-    """Everything that a graph says, bodies included."""
+    """Return everything observable in a graph, bodies included."""
     return {
         "nodes": list(map(facts, g.nodes)),
         "edges": [(a.name, b.name) for a, b in g.edges],
@@ -188,11 +188,11 @@ def size(g):
 
 
 class Refusal(cg.GraphError):
-    """What is raised in the middle of a call."""
+    """Raised in the middle of a call."""
 
 
 class Failing:
-    """Lets the node of some number, counted from now on, be refused."""
+    """Context that refuses the n-th node added from now on."""
 
     def __init__(self, monkeypatch):
         self.left = None
@@ -209,7 +209,7 @@ class Failing:
         monkeypatch.setattr(cg.Graph, "add_node", refused)
 
     def at(self, number, call):
-        """Whether the call came as far as to this node."""
+        """Return whether the call reached this node."""
         self.left = number
         try:
             call()
@@ -280,7 +280,7 @@ def test_a_refusal_in_any_body_changes_nothing(name, place, number, caught_insid
                 PLACES[place](d, call)
             except Refusal:
                 raise
-            except cg.CostGraphError as error:  # not every call has a place in a kernel
+            except cg.CostGraphError as error:  # not every call is allowed in a kernel
                 return str(error)
             return None
 
@@ -302,7 +302,7 @@ def test_a_refusal_in_any_body_changes_nothing(name, place, number, caught_insid
     assert state(other.graph) == state(plain.graph)
 
 
-# -- what is not a function ----------------------------------------------------------------------------------------
+# -- other changes -------------------------------------------------------------------------------------------------
 
 
 def finished():
@@ -315,7 +315,7 @@ def finished():
     return g
 
 
-#: Ways to change a graph, all of them refused where it is finished.
+#: Ways to change a graph, all refused once it is finished.
 CHANGES = {
     "input": lambda g: g.input("new", (B,)),
     "param": lambda g: g.param("new", (B,)),
@@ -329,18 +329,18 @@ CHANGES = {
 
 
 @each("name", CHANGES)
-def test_a_finished_graph_stays_as_it_is(name):
+def test_finished_graph_is_immutable(name):
     g, other = finished(), finished()
     before = state(g)
-    with pytest.raises(cg.GraphError, match="is finished, expected an open one: 'with g:' opens graph g again"):
+    with pytest.raises(cg.GraphError, match="is finished; reopen it with 'with g:'"):
         CHANGES[name](g)
     assert state(g) == before == state(other)
     assert cg.flops(g, B=1, S=1) == cg.flops(other, B=1, S=1)
     with other:
-        CHANGES[name](other)  # the change itself is a good one
+        CHANGES[name](other)  # the change itself is valid
 
 
-def test_a_copy_of_a_finished_graph_can_be_changed():
+def test_copy_of_finished_graph_is_mutable():
     g = finished()
     for out in (g.copy(), copy.deepcopy(g.defaults), copy.copy(g.outputs)):
         changed = out if not isinstance(out, cg.Graph) else out.defaults
@@ -370,7 +370,7 @@ BAD_CHANGES = {
 
 
 @each("name", BAD_CHANGES)
-def test_what_is_refused_changes_nothing(name):
+def test_refused_change_leaves_graph_unchanged(name):
     g = finished()
     before, place = state(g), here()
     with pytest.raises((cg.CostGraphError, AttributeError)) as refusal, g:
@@ -381,7 +381,7 @@ def test_what_is_refused_changes_nothing(name):
     assert state(g.freeze()) == before
 
 
-def test_a_kernel_that_is_broken_off_leaves_nothing():
+def test_aborted_kernel_leaves_nothing():
     d = Declared()
     with d.graph as g:
         before = state(g)
@@ -391,7 +391,7 @@ def test_a_kernel_that_is_broken_off_leaves_nothing():
         assert state(g) == before
 
 
-# -- graphs that are open by turns -----------------------------------------------------------------------------------
+# -- interleaved graphs ----------------------------------------------------------------------------------------------
 
 
 def holding(name):
@@ -402,24 +402,24 @@ def holding(name):
 @drawing(40)
 @given(st.permutations([0, 1, 2]), st.integers(0, 3))
 def test_generators_that_hold_graphs_open_leave_none(order, broken):
-    """Closed in whatever order, none stays open, and one that is closed before a later one says so."""
+    """Graphs closed in any order leave none open; closing an outer graph before an inner one is an error."""
     place, held = here(), [holding(f"g{i}") for i in range(3)]
     graphs = list(map(next, held))
     left = [0, 1, 2]
     for i in order:
         if i == broken:
-            held[i].close()  # in the middle of its block: it has its reason
+            held[i].close()  # raises inside its block, which is allowed
         elif i == left[-1]:
             assert next(held[i], None) is None
         else:
-            with pytest.raises(cg.GraphError, match=f"'g{i}' is closed while what was opened later is still open"):
+            with pytest.raises(cg.GraphError, match=f"'g{i}' is closed while a context opened later is still open"):
                 next(held[i])
         left.remove(i)
         assert here().graph is (graphs[left[-1]] if left else None)
     assert here() is place
 
 
-def test_scopes_and_kernels_of_generators_are_left_in_any_order():
+def test_generator_scopes_and_kernels_close_in_any_order():
     def scoped(name):
         with cg.scope(name):
             yield cg.relu(x).name
@@ -429,6 +429,6 @@ def test_scopes_and_kernels_of_generators_are_left_in_any_order():
         one, two = scoped("one"), scoped("two")
         assert [next(one), next(two)] == ["one/relu", "one/two/relu"]
         assert next(one, None) is None
-        assert cg.relu(x).name == "one/two/relu_1"  # that is where it was opened
+        assert cg.relu(x).name == "one/two/relu_1"  # the scope at the time of opening
         assert next(two, None) is None
         assert cg.relu(x).name == "relu"

@@ -1,4 +1,6 @@
-"""What is left of a maximum: nothing that a mean of other cases reaches, and in a box only what may hold there."""
+"""Regimes of a maximum: cases dominated by a convex combination are dropped, and within a box only reachable cases
+stay.
+"""
 
 import itertools
 import random
@@ -32,7 +34,7 @@ A, B, C, D, F, S = cg.dims("A B C D F S")
 
 
 def upper_hull(rows):
-    """Corners of what lies below a set of points in the plane: Andrew's chain from the highest to the rightmost."""
+    """Return the upper convex hull of points in the plane, from the highest to the rightmost (Andrew's algorithm)."""
     top = max(rows, key=lambda r: (r[1], r[0]))
     chain = []
     highest = {x: max(r for r in rows if r[0] == x) for x, _ in rows if x >= top[0]}
@@ -48,7 +50,7 @@ def upper_hull(rows):
 
 
 @each("seed", range(25))
-def test_in_two_columns_the_corners_of_the_hull_are_left(seed):
+def test_two_column_pruning_leaves_hull_vertices(seed):
     rnd = random.Random(seed)
     most = rnd.choice([7, 97, 10**6])
     rows = [(rnd.randint(0, most), rnd.randint(0, most)) for _ in range(rnd.randint(2, 40))]
@@ -59,9 +61,9 @@ def test_in_two_columns_the_corners_of_the_hull_are_left(seed):
     assert len(found) == len(set(found))
 
 
-@each("scale", [1, 10**30])  # the second is beyond int64
+@each("scale", [1, 10**30])  # the second one exceeds int64
 @each("seed", range(10))
-def test_no_weight_of_the_columns_misses_a_row_that_was_left_out(seed, scale):
+def test_pruned_rows_are_never_the_unique_maximum(seed, scale):
     rnd = random.Random(seed)
     rows = [[rnd.randint(0, 9) * scale for _ in range(6)] for _ in range(30)]
     table = np.array(rows, dtype=object if scale > 1 else np.int64)
@@ -73,8 +75,8 @@ def test_no_weight_of_the_columns_misses_a_row_that_was_left_out(seed, scale):
         assert best[0] == best[1]
 
 
-def test_shares_that_are_no_decimals_are_found():
-    # the last row is 1/3 of the first and 2/3 of the second, to the last digit; one more anywhere and it is not reached
+def test_non_decimal_convex_weights_are_found():
+    # the last row is 1/3 of the first and 2/3 of the second; any rounding error makes it unreachable
     rows = [[3 * 10**15, 0, 7], [0, 3 * 10**15, 1]]
     mean = [10**15, 2 * 10**15, 3]
     assert corners(np.array([*rows, mean])) == [0, 1]
@@ -84,12 +86,12 @@ def test_shares_that_are_no_decimals_are_found():
         assert corners(np.array([*rows, more])) == [0, 1, 2]
 
 
-def test_cases_between_others_are_left_out_of_a_maximum():
-    # a step of k layers keeps k residuals and no gradient, or L - k of each: what changes by one amount has two ends
+def test_convexly_dominated_cases_are_pruned():
+    # with recomputation of k layers the step keeps k residuals or L - k; the maximum is at the two ends
     rows = [k * B * S + (12 - k) * D * F for k in range(13)]
     assert Max(*rows) == Max(12 * B * S, 12 * D * F)
     assert Min(*rows) == Min(12 * B * S, 12 * D * F)
-    assert len(Max(A**2, A * B, B**2).args) == 3  # between the others by its value, but by no mean of terms
+    assert len(Max(A**2, A * B, B**2).args) == 3  # between the others in value, but not a mean of them term by term
     assert Max(3 * A, 3 * B, A + 2 * B - 5) == Max(3 * A, 3 * B)
 
 
@@ -98,7 +100,7 @@ def test_cases_between_others_are_left_out_of_a_maximum():
 
 @pytest.mark.parametrize("outer", [sympy.floor, sympy.ceiling])
 @pytest.mark.parametrize("inner", [sympy.floor, sympy.ceiling])
-def test_nested_floors_keep_their_value_and_equal_ones_are_one(outer, inner):
+def test_nested_floors_are_canonical(outer, inner):
     T = cg.dims("T")
     numbers = list(itertools.product([1, 2, 3], [-5, 0, 4], [1, 2, 3], [-3, 0, 5]))
     seen = {}
@@ -107,32 +109,32 @@ def test_nested_floors_keep_their_value_and_equal_ones_are_one(outer, inner):
         made = poly(expr)
         exact = [int(outer((inner(sympy.Rational(t + m, p)) + n) / sympy.Integer(q))) for t in range(1, 40)]
         assert [made.bind({"T": poly(t)}).constant for t in range(1, 40)] == exact
-        assert seen.setdefault(tuple(exact), made) == made  # what is equal at all of these is one polynomial
+        assert seen.setdefault(tuple(exact), made) == made  # equal at all of these points means one polynomial
 
 
-def test_a_traced_and_a_declared_size_are_one():
+def test_traced_and_declared_sizes_are_equal():
     declared, traced = parse_formula("ceiling(T/4 - 9/4)"), parse_formula("floor(floor(T/2)/2 - 5/2) + 1")
     assert [declared.bind({"T": poly(t)}).constant for t in (9, 13, 14, 17)] == [0, 1, 2, 2]
     assert declared == traced
 
 
-def test_more_of_an_atom_beats_less_of_it():
+def test_larger_multiple_of_an_atom_dominates():
     X = sympy.ceiling(S / 4)
     assert Max(8 * X, 4 * X + 1, D * 0) == 8 * X  # X is at least 1
     Y = sympy.floor(S / 4)
     assert Max(8 * Y, 4 * Y) == 8 * Y  # at least 0
-    with cg.Graph("g") as g:  # a window that fits leaves at least one place: other sizes are refused
+    with cg.Graph("g") as g:  # the window must fit, so other sizes are refused
         y = cg.conv(g.input("x", (B, A, S)), "b a s -> b o s", window=(7,), stride=4, padding=0, o=A)
         g.output(cg.relu(cg.relu(y)))
     places = sympy.floor((S - 7) / 4) + 1
-    assert poly(cg.peak_memory(g)) == poly(4 * A * B * S + 28 * A**2 + 8 * A * B * places)  # two of y, x, and w
+    assert poly(cg.peak_memory(g)) == poly(4 * A * B * S + 28 * A**2 + 8 * A * B * places)  # twice y, x, and w
 
 
 # -- regimes in a box --------------------------------------------------------------------------------------------------
 
 
 def brute(formula, box):
-    """Cases that are the largest, alone, at some point of a box."""
+    """Return the cases that are the unique maximum at some point of a box."""
     found = set()
     for point in itertools.product(*(range(low, high + 1) for low, high in box.values())):
         values = [value(a, dict(zip(box, point, strict=True))) for a in formula.args]
@@ -151,25 +153,25 @@ def brute(formula, box):
         (("A*B*C", "13*A*C", "29*B", "17*A + 19*C"), {"A": (1, 7), "B": (1, 11), "C": (1, 5)}),
     ],
 )
-def test_what_holds_somewhere_in_a_box_is_left(rows, box):
+def test_cases_reachable_in_a_box_are_kept(rows, box):
     formula = Max(*(parse_formula(t).expr for t in rows))
-    found = cg.regimes(formula, within=box)
+    regimes = cg.regimes(formula, within=box)
     needed = brute(formula, box)
-    assert needed <= {r.formula for r in found}
-    assert abs(sum(r.share for r in found) - 1) < 1e-9
+    assert needed <= {r.formula for r in regimes}
+    assert abs(sum(r.share for r in regimes) - 1) < 1e-9
     for point in itertools.product(*(range(low, high + 1) for low, high in box.values())):
         at = dict(zip(box, point, strict=True))
-        assert max(value(r.formula, at) for r in found) == value(formula, at)
+        assert max(value(r.formula, at) for r in regimes) == value(formula, at)
 
 
-def test_what_holds_nowhere_in_a_box_is_gone():
+def test_cases_unreachable_in_a_box_are_pruned():
     formula = Max(A * B, 7 * A, 11 * B)
     assert [r.formula for r in cg.regimes(formula, within={"A": (12, 99), "B": (8, 99)})] == [A * B]
     assert [r.formula for r in cg.regimes(formula, within={"A": (12, 99)})] == [7 * A, A * B]
     assert [r.share for r in cg.regimes(formula, within={"A": (12, 99)})] == [None, None]
     assert [r.formula for r in cg.regimes(Min(A, 5 * B), within={"A": (1, 5)})] == [A]
     assert [r.formula for r in cg.regimes(D + 2 * Max(A, B), within={"A": (5, 9), "B": (1, 5)})] == [2 * A + D]
-    # along A*(100 - A) no mean of the others reaches 49*A - 600 or so, and it is below the larger of them everywhere
+    # along A*(100 - A) no mean of the others reaches 49*A - 600, yet their maximum is above it everywhere
     formula = Max(A**2, 100 * A - 2000, 900)
     assert {r.formula for r in cg.regimes(formula, within={"A": (1, 20)})} == {sympy.Integer(900)}
 
@@ -181,10 +183,10 @@ def graph():
     return g
 
 
-def test_a_peak_in_a_box_refuses_sizes_outside():
+def test_peak_in_a_box_refuses_sizes_outside():
     g = graph()
     peak = cg.peak_memory(g, within={"F": (1, 64), "A": (128, 512)})
-    assert peak == 4 * (A * F + B * D + D * F + B * F + A * B)  # with F below A the second product holds it
+    assert peak == 4 * (A * F + B * D + D * F + B * F + A * B)  # for A below F the second product holds the peak
     assert cg.evaluate(peak, A=128, B=3, D=5, F=64) == cg.peak_memory(g, A=128, B=3, D=5, F=64)
     with pytest.raises(BindingError, match="F=65: against the assumption 'F <= 64'"):
         cg.evaluate(peak, A=128, B=3, D=5, F=65)
@@ -196,13 +198,13 @@ def test_a_peak_in_a_box_refuses_sizes_outside():
     assert cg.evaluate(one, F=3) == cg.peak_memory(g, A=128, B=3, D=5, F=3)
 
 
-def test_ranges_that_are_none():
+def test_invalid_ranges_are_refused():
     g = graph()
     for within, text in [
         (5, "peak_memory: within is 5, expected a mapping from text to (a whole number, a whole number)"),
         ({"X": (1, 2)}, "within has 'X', expected open sizes: A, B, D, F"),
         ({"B": 3}, "within is {'B': 3}, expected a mapping from text to (a whole number, a whole number)"),
-        ({"B": (3, 2)}, "within has B=(3, 2), expected the least size first"),
+        ({"B": (3, 2)}, "within has B=(3, 2), expected the smallest size first"),
         ({"B": (0, 2)}, "B=0: expected a positive integer"),
         ({"B": (1.5, 2)}, "within is {'B': (1.5, 2)}, expected a mapping"),
     ]:
@@ -218,10 +220,10 @@ def test_ranges_that_are_none():
         cg.peak_memory(h, within={"B": (1, 8)})
 
 
-# -- what a peak consists of -------------------------------------------------------------------------------------------
+# -- composition of a peak ---------------------------------------------------------------------------------------------
 
 
-def test_roles_add_up_to_the_case_and_are_those_of_the_timeline():
+def test_regime_roles_sum_to_case_and_match_timeline():
     step = training_step(load("gpt2"), optimizer=cg.AdamW())
     for case in cg.regimes(cg.peak_memory(step)):
         assert sympy.expand(sum(case.by_role.values()) - case.formula) == 0
@@ -233,20 +235,20 @@ def test_roles_add_up_to_the_case_and_are_those_of_the_timeline():
         assert {k: v for k, v in t.by_role.items() if v} == {k: value(v, sizes) for k, v in held.by_role.items()}
 
 
-def test_text_and_latex_have_a_line_for_each_case():
+def test_text_and_latex_have_one_line_per_case():
     g = graph()
-    found = cg.regimes(cg.peak_memory(g))
-    assert str(found).splitlines()[0] == "4*A*F + 4*B*D + 4*B*F + 4*D*F + the largest of"
-    assert [line.split()[0] for line in str(found).splitlines()[1:]] == [
-        str(sympy.expand(r.formula - 4 * (A * F + B * D + D * F + B * F))) for r in found
+    regimes = cg.regimes(cg.peak_memory(g))
+    assert str(regimes).splitlines()[0] == "4*A*F + 4*B*D + 4*B*F + 4*D*F + the largest of"
+    assert [line.split()[0] for line in str(regimes).splitlines()[1:]] == [
+        str(sympy.expand(r.formula - 4 * (A * F + B * D + D * F + B * F))) for r in regimes
     ]
     latex = cg.peak_memory(g)._repr_latex_()
     assert latex.startswith(r"$\displaystyle ")
-    assert latex.count(r"\\") == len(found) - 1
+    assert latex.count(r"\\") == len(regimes) - 1
     assert r"\text{einsum with w2 (forward)}" in latex
 
 
-def test_ops_are_named_as_a_reader_knows_them():
+def test_ops_have_readable_names():
     step = training_step(load("gpt2"), optimizer=cg.AdamW())
     labels = {r.op: r.label for r in cg.regimes(cg.peak_memory(step))}
     assert labels == {
@@ -258,7 +260,7 @@ def test_ops_are_named_as_a_reader_knows_them():
 # -- formulas in terms of a quantity -----------------------------------------------------------------------------------
 
 
-def test_what_is_taken_out_can_be_put_back():
+def test_factored_quantity_can_be_substituted_back():
     N = cg.dims("N")
     model = load("llama-3-8b", symbolic=True)
     quantity = cg.param_count(model)
@@ -269,7 +271,7 @@ def test_what_is_taken_out_can_be_put_back():
         assert poly(written).bind({"N": poly(quantity)}) == poly(case.formula)
 
 
-def test_in_terms_of():
+def test_in_terms_of_rewrites_formula():
     N, M = cg.dims("N M")
     assert cg.in_terms_of(6 * A * B * D * F + 6 * A * B * D + A, N=D * F + D) == 6 * A * B * N + A
     assert cg.in_terms_of(6 * A * D * F + 4 * A * D, N=D * F + D) == 4 * A * N + 2 * A * D * F
@@ -279,7 +281,7 @@ def test_in_terms_of():
     assert cg.in_terms_of(9 * A * B, N=A, M=B) == 9 * M * N
     assert cg.in_terms_of(A + 1, N=B) == A + 1
     assert cg.in_terms_of(40, N=B) == 40
-    with pytest.raises(BindingError, match="in_terms_of: A is a size already"):
+    with pytest.raises(BindingError, match="in_terms_of: A is already a size"):
         cg.in_terms_of(A * B, A=B)
     with pytest.raises(BindingError, match="in_terms_of: N is 0"):
         cg.in_terms_of(A * B, N=0)
@@ -303,9 +305,9 @@ BOXES = {
     "mamba-130m": {**TOKENS, "D": (768, 2560), "E": (1536, 5120), "L": (24, 64), "N": (16, 16), "R": (48, 160)}
     | {"V": (50280, 50280)},
 }
-#: Held there to layers four times as wide as the model, and to heads of 64.
+#: In this box, layers are up to four times as wide as in the model, with heads of 64.
 SQUARE = ("vit-b-16", "bert-base")
-#: Steps with their published sizes, and with every size in a box around these.
+#: Steps with published sizes, and with every size in a box around them.
 STEPS = [
     pytest.param(name, box, marks=pytest.mark.long if name in ("llama-3-8b", "mixtral-8x7b") else ())
     for name, box in BOXES.items()
@@ -318,8 +320,8 @@ def mean(*outputs):
 
 
 @pytest.mark.parametrize(("name", "box"), in_part(STEPS, 0, 2))
-def test_a_step_has_few_cases_and_the_peak_of_all_of_its_moments(name, box):
-    model = cg.models.load(name, symbolic=box is not None)  # its own, of which more is assumed
+def test_step_peak_has_few_regimes_and_covers_all_moments(name, box):
+    model = cg.models.load(name, symbolic=box is not None)  # a separate model, as more assumptions are added
     square = box is not None and name in SQUARE
     with model:
         model.assume(*(["F == 4*D", "D == 64*H"] if square else []))
@@ -342,7 +344,7 @@ def test_a_step_has_few_cases_and_the_peak_of_all_of_its_moments(name, box):
         sizes["~floor(R/16)"] = sizes["R"] // 16
     assert all(isinstance(c, int) for p in live for c in p.terms.values())
     most = {n: ranges[n][1] for n in names}
-    assert max(sum(abs(value(Poly({m: c}).expr, most)) for m, c in p.terms.items()) for p in live) < 2**62  # of int64
+    assert max(sum(abs(value(Poly({m: c}).expr, most)) for m, c in p.terms.items()) for p in live) < 2**62  # fits int64
 
     def largest(ps):
         monomials = sorted({m for p in ps for m in p.terms})
@@ -352,8 +354,8 @@ def test_a_step_has_few_cases_and_the_peak_of_all_of_its_moments(name, box):
     assert (largest(live) == largest([poly(r.formula) for r in cases])).all()
 
 
-def test_a_peak_that_is_no_whole_number_is_a_regime():
+def test_fractional_byte_peak_is_a_regime():
     # 7 elements of 6 bits are 5.25 bytes
-    found = cg.regimes(5.25, within={})
-    assert [(r.formula, r.share) for r in found] == [(5.25, 1.0)]
-    assert "21/4" in str(found)
+    regimes = cg.regimes(5.25, within={})
+    assert [(r.formula, r.share) for r in regimes] == [(5.25, 1.0)]
+    assert "21/4" in str(regimes)

@@ -60,7 +60,7 @@ BODIES = {
 
 
 def program(body, carries, count, *, looped, first="op", after="carry"):
-    """The same model, with cg.repeat or with a Python loop."""
+    """Build the same model with `cg.repeat` or with a Python loop."""
     with cg.Graph("g") as g:
         xs = [g.input(f"x{i}", (B, D)) for i in range(carries)]
         state = tuple(xs) if first == "input" else tuple(cg.gelu(x) for x in xs)
@@ -88,7 +88,7 @@ ENDS = in_part(product(["op", "input"], ["carry", "start", "outputs"]), 0, 2)
 
 @pytest.mark.parametrize(("first", "after"), ENDS)
 @pytest.mark.parametrize("name", BODIES)
-def test_a_repeat_costs_what_the_same_loop_in_python_costs(name, first, after):
+def test_repeat_costs_match_python_loop(name, first, after):
     body, carries = BODIES[name]
     sizes = {k: v for k, v in SIZES.items() if k != "F" or name in ("residual", "normed", "tall")}
     looped = program(body, carries, L, looped=True, first=first, after=after)
@@ -98,24 +98,24 @@ def test_a_repeat_costs_what_the_same_loop_in_python_costs(name, first, after):
     for n in (1, 2, 3, 5, 8):
         loop = program(body, carries, n, looped=False, first=first, after=after)
         unrolled = answers(loop, **sizes)
-        if name == "doubled":  # the loop in Python sees that both carries are one tensor
+        if name == "doubled":  # the Python loop sees that both carries are one tensor
             assert (cg.flops(looped, L=n, **sizes), cg.peak_memory(looped, L=n, **sizes)) == (
                 cg.flops(loop, **sizes),
                 unrolled[-1],
             )
         else:
             assert answers(looped, L=n, **sizes) == unrolled, n
-        # what is known of a loop's traffic is a lower bound where carries are only handed on
+        # loop traffic is a lower bound if carries are only forwarded
         fused = cg.bytes_moved(looped, fused=True, L=n, **sizes), cg.bytes_moved(loop, fused=True, **sizes)
         assert fused[0] <= fused[1], n
         assert fused[0] == fused[1] or carries > 1, n
         if n >= holds_from:
             value = cg.evaluate(closed, **({"L": n} if hasattr(closed, "free_symbols") else {}))
-            # whether the carries end in their places depends on n: the formula takes the worse
+            # whether carries end in their original buffers depends on n; the formula takes the worse case
             assert value >= unrolled[-1] if name == "exchanged" else value == unrolled[-1], n
 
 
-def test_symbolic_closed_forms_are_those_of_every_count():
+def test_closed_forms_hold_at_every_count():
     looped = program(residual, 1, L, looped=True)
     for question in (cg.flops, cg.bytes_moved, cg.param_count, cg.matmul_flops):
         formula = question(looped)
@@ -126,7 +126,7 @@ def test_symbolic_closed_forms_are_those_of_every_count():
 
 @st.composite
 def bodies(draw):
-    """A random straight-line body over two carries: which values each op reads, and which it hands on."""
+    """Draw a random straight-line body over two carries: the operands of each op, and the values it returns."""
     ops = draw(
         st.lists(
             st.tuples(st.sampled_from(["tanh", "add", "linear", "wide"]), st.integers(0, 9), st.integers(0, 9)),
@@ -180,7 +180,7 @@ def test_random_bodies_cost_what_the_same_loop_in_python_costs(recipe, first, af
             assert cg.evaluate(closed, **({"L": n} if hasattr(closed, "free_symbols") else {})) == unrolled[-1], n
 
 
-def test_nested_repeats_multiply():
+def test_nested_repeat_costs_multiply():
     def nested(count, inner, looped):
         with cg.Graph("g") as g:
             x = g.input("x", (B, D))
@@ -211,7 +211,7 @@ def test_nested_repeats_multiply():
         assert answers(looped, L=n, M=m, B=3, D=5) == unrolled
 
 
-def test_a_captured_tensor_is_one_for_all_iterations():
+def test_captured_tensor_is_shared_by_iterations():
     with cg.Graph("g") as g:
         x, w = g.input("x", (B, D)), g.param("w", (D, D))
         g.output(cg.repeat(L, lambda x: cg.relu(cg.einsum(x, w, "b d, d e -> b e")), x, name="layers"))
@@ -220,7 +220,7 @@ def test_a_captured_tensor_is_one_for_all_iterations():
     assert cg.bytes_moved(g, fused=True) == expand(4 * (2 * B * D + D**2))
 
 
-def test_a_loop_that_overwrites_what_it_starts_from_leaves_nothing_of_it():
+def test_loop_may_overwrite_its_initial_carry():
     g = cg.Graph("g")
     x = cg.gelu(g.input("x", (B, D)))
     y = cg.repeat(L, lambda x: cg.relu(x, inplace=True), x, name="layers")
@@ -231,8 +231,8 @@ def test_a_loop_that_overwrites_what_it_starts_from_leaves_nothing_of_it():
         g.validate()
 
 
-def test_a_body_that_returns_a_view_hands_on_a_dense_copy():
+def test_body_returning_a_view_carries_a_dense_copy():
     with cg.Graph("g") as g:
         g.output(cg.repeat(L, lambda x: cg.relu(x).T, g.input("x", (D, D)), name="turn"))
-    # relu reads and writes, the copy reads and writes
+    # relu reads and writes, then the copy reads and writes
     assert cg.bytes_moved(g) == 4 * 4 * L * D**2

@@ -34,7 +34,7 @@ def window():
     return g
 
 
-def test_a_report_derives_nothing_again():
+def test_report_caches_derived_results():
     graph = model()
     report(graph, None, **SIZES)
     derived = {key: of for key, of in graph.cache.items() if "bound" not in str(key)}
@@ -47,7 +47,7 @@ def test_a_report_derives_nothing_again():
 # -- formulas ----------------------------------------------------------------------------------------------------
 
 
-def test_what_all_cases_share_is_printed_once():
+def test_common_terms_of_cases_are_printed_once():
     # the worked example: 4(DF + FK + BD) + Max(8BF, 4BF + 4BK)
     peak = cg.peak_memory(model())
     assert formula_text(peak) == "4*(B*D + B*F + D*F + F*K) + Max(4*B*F, 4*B*K)"
@@ -57,7 +57,7 @@ def test_what_all_cases_share_is_printed_once():
     assert [r.op for r in cg.regimes(rest)] == ["act/inner/relu", "head/einsum"]
 
 
-def test_the_least_coefficient_is_shared_also_below_zero():
+def test_negative_common_coefficient_is_factored():
     common, rest = common_part(cg.Max(5 * B - 2 * D, 3 * F - 3 * D))
     assert common == -3 * D
     assert rest == cg.Max(5 * B + D, 3 * F)
@@ -69,14 +69,14 @@ def test_the_least_coefficient_is_shared_also_below_zero():
     assert factored(sympy.Integer(0)) == "0"
 
 
-def test_digits_are_grouped_where_asked():
+def test_digit_grouping_is_optional():
     formula = 123456 * B**2 + sympy.Rational(1000, 3) * S + 7
     assert formula_text(formula) == "123456*B**2 + 1000*S/3 + 7"
     assert formula_text(formula, grouped=True) == "123_456*B**2 + 1_000*S/3 + 7"
     assert formula_text(10**6 * cg.Max(B, 1000 * S), grouped=True) == "1_000_000*Max(B, 1_000*S)"
 
 
-def test_latex_takes_names_for_words():
+def test_latex_treats_names_as_words():
     alpha, heads = cg.dims("alpha n_heads")
     assert formula_latex(2 * alpha * heads**2 + B) == r"B + 2 \mathit{alpha} \mathit{n\_heads}^{2}"
     assert formula_latex(cg.Max(8 * B * F + D, 4 * B * K + D)) == r"D + \max\left(8 B F, 4 B K\right)"
@@ -87,7 +87,7 @@ def test_latex_takes_names_for_words():
 
 
 def run(source):
-    # our own text, made from a formula of this file
+    # our own text, generated from a formula in this file
     scope = {}
     exec(source, scope)
     return next(f for name, f in scope.items() if callable(f) and name not in ("Fraction",))
@@ -118,28 +118,28 @@ def test_python_source_is_exact(formula):
     draw = random.Random(0)
     for most in (5, 10**3, 10**25):
         if any(isinstance(e, sympy.Pow) and e.exp.free_symbols for e in sympy.preorder_traversal(formula)) and most > 5:
-            continue  # a power of that height
+            continue  # the exponent is too large
         sizes = {name: draw.randint(1, most) for name in names}
         expected = sympy.sympify(formula).subs({cg.dims(k): v for k, v in sizes.items()})
         got = f(**sizes)
         assert Fraction(got) == Fraction(int(expected.p), int(expected.q))
 
 
-def test_python_source_renames_words_of_python():
+def test_python_source_renames_keywords():
     names = cg.dims("lambda max math")
     source = formula_python(sympy.ceiling(names[0] / 3) + cg.Max(names[1], names[2] * B))
     assert "def formula(B, lambda_, math_, max_):" in source
     assert run(source)(B=2, lambda_=4, math_=5, max_=11) == 2 + 11
 
 
-def test_python_source_of_numbers_and_documentation():
+def test_python_source_for_numbers_and_docstring():
     assert formula_python(2.5) == "def formula():\n    return 2.5"
     assert formula_python(7) == "def formula():\n    return 7"
     source = formula_python(B, "f", 'ends """ here\\ \x1b')
     assert source == 'def f(B):\n    """ends  here """\n    return B'
 
 
-def test_formats_that_do_not_exist():
+def test_unknown_formats_are_refused():
     with pytest.raises(cg.FormatError, match="format 'html': expected one of text, latex, python"):
         write_formula(B, "html", "f", "")
     with pytest.raises(cg.FormatError, match="name 'a b', expected an identifier"):
@@ -151,7 +151,7 @@ def test_formats_that_do_not_exist():
 # -- the report --------------------------------------------------------------------------------------------------
 
 
-def test_figures_are_the_answers_of_the_library():
+def test_figures_match_library_answers():
     g = model()
     r = report(g, "h100-sxm", **SIZES)
     asked = {
@@ -181,7 +181,7 @@ def test_figures_are_the_answers_of_the_library():
     assert (r.unbound, r.unused, dict(r.sizes)) == ((), (), SIZES)
 
 
-def test_tables_add_up_at_every_depth():
+def test_table_rows_add_up_at_every_depth():
     for depth in (1, 2, 5):
         r = report(model(), "h100-sxm", depth=depth, **SIZES)
         assert [p.name for p in r.scopes] == ["", "act" if depth == 1 else "act/inner", "head"]
@@ -195,7 +195,7 @@ def test_tables_add_up_at_every_depth():
     assert r.scopes[1].bound_share == 1
 
 
-def test_what_is_in_a_kernel_is_counted_where_the_kernel_is():
+def test_kernel_contents_count_in_kernel_scope():
     sizes = {"B": 1, "S": 64, "D": 8, "W": 16}
     r = report(window(), "h100-sxm", depth=9, **sizes)
     assert [p.name for p in r.scopes] == ["attention"]
@@ -205,7 +205,7 @@ def test_what_is_in_a_kernel_is_counted_where_the_kernel_is():
     assert full.roofline.estimate == r.roofline.estimate
 
 
-def test_defaults_are_bound_and_formulas_are_not():
+def test_defaults_are_bound_only_in_values():
     g = model()
     with g:
         g.defaults.update(D=3, F=5, K=7)
@@ -217,7 +217,7 @@ def test_defaults_are_bound_and_formulas_are_not():
     assert report(g, B=2, D=1).figures["params"].value == 5 + 35
 
 
-def test_open_sizes_leave_formulas_and_say_what_is_missing():
+def test_open_sizes_stay_symbolic_and_are_named():
     r = report(model(), "h100-sxm", B=2)
     assert r.unbound == ("D", "F", "K")
     assert (r.roofline, r.fits, r.peak.op, r.peak.by_role) == (None, None, None, {})
@@ -241,7 +241,7 @@ def test_open_sizes_leave_formulas_and_say_what_is_missing():
         report(model(), **SIZES).plot("roof.png")
 
 
-def test_a_dimension_in_no_figure_is_reported():
+def test_unused_dimension_is_reported():
     g = model()
     with g:
         g.assume("W >= 2")
@@ -250,7 +250,7 @@ def test_a_dimension_in_no_figure_is_reported():
     assert "note: dimension W appears in no figure" in str(r)
 
 
-def test_a_single_case_of_the_peak_keeps_its_op():
+def test_single_regime_peak_names_its_op():
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (B, D))))
     r = report(g)
@@ -258,7 +258,7 @@ def test_a_single_case_of_the_peak_keeps_its_op():
     assert "peak at                  relu (forward)" in str(r)
 
 
-def test_nothing_moved():
+def test_graph_without_traffic():
     with cg.Graph("views") as g:
         g.output(g.input("x", (B, D)).T)
     r = report(g, "h100-sxm", B=2, D=3)
@@ -267,13 +267,13 @@ def test_nothing_moved():
     assert json.loads(to_json(r))["roofline"]["ops"] == []
 
 
-def test_what_does_not_fit_says_so():
+def test_report_states_when_model_does_not_fit():
     r = report(model(), "h100-sxm", B=10**6, D=10**4, F=10**5, K=7)
     assert r.fits is False
     assert "does NOT fit" in str(r)
 
 
-def test_orders():
+def test_row_orders():
     r = report(model(), "h100-sxm", **SIZES)
     names = {by: [p.name for p in r.sorted(by).scopes] for by in ("order", "time", "flops", "bytes")}
     assert names["order"] == ["", "act/inner", "head"]
@@ -288,15 +288,15 @@ def test_orders():
 
 
 @each("depth", [0, -1, True, "2"])
-def test_depths_that_are_none(depth):
-    with pytest.raises(cg.GraphError, match="expected a whole number from 1"):
+def test_invalid_depths_are_refused(depth):
+    with pytest.raises(cg.GraphError, match="expected a positive whole number"):
         report(model(), depth=depth)
 
 
 # -- text --------------------------------------------------------------------------------------------------------
 
 
-def test_text_is_narrow_and_says_units():
+def test_text_is_narrow_and_has_units():
     for r in (report(model(), "h100-sxm", **SIZES), report(model()), report(window(), "h100-sxm", B=2)):
         for formulas in (False, True):
             from costgraph.report.text import render
@@ -311,7 +311,7 @@ def test_text_is_narrow_and_says_units():
     assert "85.02 GB (79.18 GiB): fits" in text
 
 
-def test_names_from_outside_are_no_markup():
+def test_user_names_are_not_parsed_as_markup():
     r = report(cg.Graph("[red]x\x1b[31m\u202e[/red]" + "y" * 500))
     text = str(r)
     assert text.startswith("[red]x\\x1b[31m\\u202e[/red]yyy")
@@ -325,7 +325,7 @@ def test_html_is_escaped():
     assert "&lt;script&gt;" in report(cg.Graph("<script>"))._repr_html_()
 
 
-def test_a_report_without_rich_is_its_name(monkeypatch):
+def test_report_without_rich_prints_its_name(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "costgraph.report.text", None)
@@ -335,7 +335,7 @@ def test_a_report_without_rich_is_its_name(monkeypatch):
 # -- files -------------------------------------------------------------------------------------------------------
 
 
-def test_json_has_the_numbers_of_the_library(tmp_path):
+def test_json_matches_library_answers(tmp_path):
     g = model()
     path = tmp_path / "report.json"
     report(g, "h100-sxm", **SIZES).to_json(path)
@@ -367,7 +367,7 @@ def test_json_of_open_sizes_has_no_value():
     assert (data["roofline"], data["hardware"], data["unbound"]) == (None, None, ["D", "F", "K"])
 
 
-def test_csv_has_the_numbers_of_the_library(tmp_path):
+def test_csv_matches_library_answers(tmp_path):
     g = model()
     path = tmp_path / "report.csv"
     report(g, "h100-sxm", **SIZES).to_csv(path)
@@ -386,7 +386,7 @@ def test_csv_has_the_numbers_of_the_library(tmp_path):
     assert open_rows["scope", "head", "matmul"]["value"] == "4*F*K"
 
 
-def test_files_that_cannot_be_written(tmp_path):
+def test_unwritable_files_are_refused(tmp_path):
     r = report(model())
     with pytest.raises(cg.FormatError, match="No such file or directory"):
         r.to_json(tmp_path / "missing" / "r.json")
@@ -399,8 +399,8 @@ def test_files_that_cannot_be_written(tmp_path):
 # -- parts of a model that do not run -----------------------------------------------------------------------------
 
 
-def test_parameters_that_no_op_reads_are_named(tmp_path):
-    """A vision tower that a text-only forward pass leaves out has parameters, no FLOPs and no activations."""
+def test_unread_parameters_are_named(tmp_path):
+    """A vision tower skipped by a text-only forward pass has parameters, but no FLOPs and no activations."""
     B, D, L = cg.dims("B D L")
     with cg.Graph("vl") as g:
         x = g.input("x", (B, D))

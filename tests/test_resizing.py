@@ -16,7 +16,7 @@ def made(function, shape, *args, **options):
 
 
 def windows(n, k):
-    """Sizes of the windows of torch's adaptive pooling, added up."""
+    """Return the total size of the windows in torch's adaptive pooling."""
     return sum(ceil(Fraction((i + 1) * n, k)) - floor(Fraction(i * n, k)) for i in range(k))
 
 
@@ -24,7 +24,7 @@ def windows(n, k):
 
 
 @pytest.mark.parametrize("parts", [(6, 6), (7, 3), (2, 1)])
-def test_each_element_of_each_window(parts):
+def test_adaptive_pooling_counts_every_window_element(parts):
     open_sizes = made(cg.nn.adaptive_pool, (B, C, R, R), parts)
     for side in (1, 2, 5, 6, 7, 12, 13, 31):
         expected = 2 * 3 * windows(side, parts[0]) * windows(side, parts[1])
@@ -35,34 +35,34 @@ def test_each_element_of_each_window(parts):
         assert cg.bytes_moved(open_sizes, B=2, C=3, R=side) == 4 * 6 * (side**2 + parts[0] * parts[1]), side
 
 
-def test_parts_that_divide_are_a_pooling_and_one_part_is_a_reduction():
+def test_divisible_adaptive_pooling_is_plain_pooling():
     assert [op.kind.name for op in made(cg.nn.adaptive_pool, (2, 3, 12, 8), (6, 4)).ops] == ["pool"]
     assert [op.kind.name for op in made(cg.nn.adaptive_pool, (B, C, R, R), (1, 1)).ops] == ["reduce"]
     assert [op.kind.name for op in made(cg.nn.adaptive_pool, (B, C, R, R), (1, 2)).ops] == ["opaque"]
 
 
-def test_symbolic_parts_have_to_divide():
+def test_symbolic_output_size_must_divide_input():
     g = made(cg.nn.adaptive_pool, (B, C, 4 * R), (R,))
     assert cg.flops(g, B=2, C=3, R=5) == 2 * 3 * 20
-    with pytest.raises(cg.ShapeError, match="R windows over 4\\*C elements, expected a number of windows"):
+    with pytest.raises(cg.ShapeError, match="R windows over 4\\*C elements, expected an integer number of windows"):
         made(cg.nn.adaptive_pool, (B, C, 4 * C), (R,))
 
 
-def test_gradient_of_adaptive_pooling():
+def test_adaptive_pooling_gradient_costs():
     with cg.Graph("g") as g:
         y = cg.nn.adaptive_pool(g.input("x", (B, C, R, R), grad=True), (3, 3))
         g.output(cg.reduce(y, "b c h w -> ", "sum"))
     back = cg.costs(cg.backward(g), B=2, C=3, R=7).filter(phase="backward").group("op").total()
     (row,) = [cost for op, cost in back.items() if op.startswith("adaptive_pool")]
     assert row.flops == 2 * 3 * 9 * 9  # windows of 3 elements that share one at each boundary
-    assert row.bytes == 4 * 2 * 3 * (9 + 49)  # of the operand only the shape is looked at
+    assert row.bytes == 4 * 2 * 3 * (9 + 49)  # only the shape of the operand is used
 
 
 # -- nearest neighbours ------------------------------------------------------------------------------------------------
 
 
 @each(("factor", "rank"), [(2, 1), (2, 2), (3, 2), (2, 3), (1, 2)])
-def test_upsample(factor, rank):
+def test_upsample_costs(factor, rank):
     g = made(cg.nn.upsample, (B, C, *[R] * rank), factor)
     assert g.outputs[0].shape == (B, C, *[factor * R] * rank)
     assert cg.flops(g) == 0
@@ -70,7 +70,7 @@ def test_upsample(factor, rank):
 
 
 @each("side", [8, 9, 13])
-def test_upsample_to_what_an_odd_size_was(side):
+def test_upsample_to_odd_size(side):
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, R, R))
         y = cg.conv(x, "b c h w -> b o h w", window=3, stride=2, padding=1, o=C)
@@ -82,7 +82,7 @@ def test_upsample_to_what_an_odd_size_was(side):
     assert moved.bytes == 4 * 6 * (half**2 + side**2)
 
 
-def test_gradient_of_upsample_adds_each_element_once():
+def test_upsample_gradient_adds_each_element_once():
     with cg.Graph("g") as g:
         y = cg.nn.upsample(g.input("x", (B, C, R, R), grad=True))
         g.output(cg.reduce(y, "b c h w -> ", "sum"))
@@ -97,13 +97,13 @@ def test_gradient_of_upsample_adds_each_element_once():
         (lambda x: cg.nn.upsample(x, 1.5), "factor 1.5"),
         (lambda x: cg.nn.upsample(x, True), "factor True"),
         (lambda x: cg.nn.upsample(x, sizes=(3,)), "to 1 sizes, expected 2"),
-        (lambda x: cg.nn.upsample(cg.reduce(x, "b c h w -> b c", "sum")), "expected three axes at least"),
+        (lambda x: cg.nn.upsample(cg.reduce(x, "b c h w -> b c", "sum")), "expected at least three axes"),
         (lambda x: cg.nn.adaptive_pool(x, ()), "into 0 sizes, expected 1 to 4"),
         (lambda x: cg.nn.adaptive_pool(x, (1,) * 5), "into 5 sizes, expected 1 to 4"),
         (lambda x: cg.nn.adaptive_pool(x, (0, 1)), "expected"),
     ],
 )
-def test_refusals(call, text):
+def test_invalid_resizing_is_refused(call, text):
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, R, R))
         with pytest.raises(cg.ShapeError, match=text):

@@ -1,4 +1,4 @@
-"""A graph copied op by op: names, scopes, bodies and what an op is replaced by."""
+"""Copying a graph op by op: names, scopes, bodies, and replaced ops."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def facts(g):
     ]
 
 
-def test_a_copy_has_the_names_and_scopes_of_what_it_was_made_of():
+def test_copy_keeps_names_and_scopes():
     g = layered()
     assert facts(Rewriter().run(g)) == facts(g)
     assert (Rewriter().run(g).name, Rewriter().run(g, "other").name) == ("layered", "other")
@@ -35,14 +35,14 @@ def test_ops_of_copied_bodies_belong_to_the_copied_ops():
     copied = Rewriter().run(layered())
     (loop, _) = copied.ops
     inner = loop.body.ops[0].results[0]
-    match = "is made inside 'layers': expected it among the results of its body"
+    match = "is local to the body of 'layers'; return it from the body to use it outside"
     with pytest.raises(cg.GraphError, match=match), copied:
         copied.output(inner)
     for op in copied.walk():
         assert op.body is None or op.body.owner is op
 
 
-def test_what_a_copied_kernel_makes_inside_can_be_read_outside():
+def test_values_inside_copied_kernel_can_be_outputs():
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
         with cg.kernel("both"):
@@ -53,10 +53,10 @@ def test_what_a_copied_kernel_makes_inside_can_be_read_outside():
     inner = copied.ops[0].body.ops[0].results[0]
     with copied:
         copied.output(inner)
-    assert cg.bytes_moved(copied, B=3, D=5) == 4 * 3 * (3 * 5)  # x read, two results written
+    assert cg.bytes_moved(copied, B=3, D=5) == 4 * 3 * (3 * 5)  # x is read, two results are written
 
 
-def test_transforms_leave_the_scope_that_is_open_alone():
+def test_transforms_ignore_open_scope():
     g = layered()
     with cg.Graph("outer") as outer, cg.scope("a"):
         cg.unroll(g, L=2)
@@ -68,7 +68,7 @@ def test_transforms_leave_the_scope_that_is_open_alone():
 
 
 class Noting(Rewriter):
-    """Notes what it copies."""
+    """Record the ops that are copied."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ class Noting(Rewriter):
         super().emit(op, new, suffix)
 
 
-def test_what_is_emitted_is_held_to_the_rules_of_a_graph():
+def test_emitted_ops_are_validated():
     class Cutting(Rewriter):
         def emit(self, op, new, suffix=""):
             made = self.copy(op, new)
@@ -87,18 +87,18 @@ def test_what_is_emitted_is_held_to_the_rules_of_a_graph():
 
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (B,))))
-    with pytest.raises(cg.GraphError, match="is not joined to it, expected an edge"):
+    with pytest.raises(cg.GraphError, match="is not connected to it, expected an edge"):
         Cutting().run(g)
 
 
-def test_what_is_left_alone_is_copied():
+def test_unchanged_ops_are_copied():
     g, noting = layered(), Noting()
     made = noting.run(g)
     assert facts(made) == facts(g)
     assert noting.seen == [op.name for op in g.walk()]
 
 
-def test_sizes_are_bound_where_a_kernel_captures_parts_that_overlap():
+def test_kernels_capturing_overlapping_views_bind_sizes():
     with cg.Graph("g") as g:
         x = g.input("x", (W + 7,))
         first, second = x[:7], x[W : W + 7]
@@ -109,5 +109,5 @@ def test_sizes_are_bound_where_a_kernel_captures_parts_that_overlap():
         flat = cg.unroll(g, W=w)
         assert cg.bytes_moved(flat) == cg.bytes_moved(g, W=w)
         (kernel,) = [op for op in flat.ops if op.body is not None]
-        # the second begins w elements behind the first, for the op outside and for those inside
+        # the second view starts w elements after the first, for the outer op and for the inner ones
         assert [f.offset for f in kernel.body.formals] == [t.offset for t in kernel.operands] == [0, w]

@@ -1,4 +1,4 @@
-"""Time as a formula: against sums by hand, at numbers, on every device, and on hardware that is an unknown."""
+"""Symbolic time: against hand sums, at numbers, on every device, and with symbolic hardware."""
 
 import math
 import random
@@ -41,7 +41,7 @@ def mlp(dtype="bf16", *assumed):
 
 
 def by_hand(graph, device, sizes):
-    """The estimate in fractions: a kernel, with all that runs inside it, is one op."""
+    """Return the estimate in fractions; a kernel is one op."""
     values, times = bindings(graph, sizes), []
     for op, runs, moves in executions(graph):
         moved = sum(traffic_of(op).values(), start=poly(0)) * runs
@@ -60,34 +60,34 @@ def by_hand(graph, device, sizes):
 # -- the formula ---------------------------------------------------------------------------------------------------
 
 
-def test_a_sum_over_ops_of_the_larger_time():
-    # 2 B D F FLOPs of a product; its operands and result of 2 bytes; a FLOP and 4 bytes for each element of a relu
+def test_time_sums_max_of_compute_and_memory():
+    # 2 B D F FLOPs for a matmul on 2-byte operands; relu has one FLOP and 4 bytes per element
     product = cg.Max(2 * B * D * F / peak_bf16, 2 * (B * D + D * F + B * F) / bandwidth)
     relus = [cg.Max(B * n / vector_fp32, 4 * B * n / bandwidth) for n in (D, F)]
-    found = cg.seconds(mlp(), UNKNOWN)
+    seconds = cg.seconds(mlp(), UNKNOWN)
     for sizes in ({"B": 2, "D": 3, "F": 5}, {"B": 7, "D": 10**6, "F": 11}):
         at = {**sizes, "bandwidth": 13, "peak_bf16": 17, "vector_fp32": 19}
-        assert cg.evaluate(found, **at) == cg.evaluate(2 * product + sum(relus), **at)
-    # the two products are one term
-    assert sum(t.has(cg.Max) for t in sympy.Add.make_args(found)) == 3
+        assert cg.evaluate(seconds, **at) == cg.evaluate(2 * product + sum(relus), **at)
+    # the two matmuls are one term
+    assert sum(t.has(cg.Max) for t in sympy.Add.make_args(seconds)) == 3
 
 
-def test_ops_whose_times_are_multiples_are_one_term():
+def test_proportional_op_times_are_one_term():
     with cg.Graph("g", dtype="bf16") as g:
         for name, heads in (("k", 1), ("q", 3)):
             g.output(cg.relu(g.input(name, (heads, S, D))))
     assert cg.seconds(g, UNKNOWN) == 4 * S * D * cg.Max(1 / vector_fp32, 4 / bandwidth)
 
 
-def test_what_no_size_changes_is_no_maximum():
-    # 0.25 FLOP/B of a relu is below every ridge point of the vector unit; numbers decide that
+def test_size_independent_bound_has_no_max():
+    # relu's 0.25 FLOP/B is below every ridge point of the vector unit, as numbers decide
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.relu(g.input("x", (S,))))
     assert cg.seconds(g, H100) == 4 * S / sympy.Integer(H100.bandwidth.value)
     assert [row.bound for row in cg.roofline(g, H100).rows] == ["memory"]
 
 
-def test_assumptions_decide():
+def test_assumptions_decide_maxima():
     g, tall = mlp("bf16"), mlp("bf16", "B >= 4096", "D >= 4096", "F >= 4096")
     assert cg.seconds(g, H100).has(cg.Max)
     assert not cg.seconds(tall, H100).has(cg.Max)
@@ -95,7 +95,7 @@ def test_assumptions_decide():
     assert cg.evaluate(cg.seconds(tall, H100), B=4096, D=8192, F=4099) == cg.seconds(g, H100, B=4096, D=8192, F=4099)
 
 
-def test_a_bound_is_a_condition_on_sizes():
+def test_compute_bound_is_a_size_condition():
     row = cg.roofline(mlp(), H100, D=1024, F=4096).rows[0]
     turn = cg.crossover(next(mlp().walk()), H100, "B", D=1024, F=4096)
     assert row.bound.compute.lhs == B
@@ -107,7 +107,7 @@ def test_a_bound_is_a_condition_on_sizes():
         )
 
 
-def test_rows_and_totals_are_formulas():
+def test_rows_and_totals_are_symbolic():
     found, at = cg.roofline(mlp(), H100, D=512), {"B": 64, "F": 2048}
     bound, named = cg.roofline(mlp(), H100, D=512, **at), {B: 64, F: 2048}
     for name in ("estimate", "lower_bound", "flops", "bytes", "fused_bytes"):
@@ -124,28 +124,28 @@ def test_rows_and_totals_are_formulas():
         found.plot()
 
 
-def test_it_is_a_formula_like_others():
-    found = cg.seconds(mlp(), H100, D=1024, F=4096)
+def test_time_formula_supports_common_operations():
+    seconds = cg.seconds(mlp(), H100, D=1024, F=4096)
     sizes = np.array([1, 64, 4096])
-    swept = cg.compile(found)(B=sizes)
+    swept = cg.compile(seconds)(B=sizes)
     assert list(swept) == pytest.approx([cg.seconds(mlp(), H100, B=int(b), D=1024, F=4096) for b in sizes])
-    # far from the turn the time of one more row is that of its FLOPs, or of its bytes
-    slope = cg.evaluate(found.diff(B), B=10**6)
+    # far from the ridge point, one more row costs either its FLOPs or its bytes
+    slope = cg.evaluate(seconds.diff(B), B=10**6)
     relu = 4 * (1024 + 4096) / H100.bandwidth.value
     assert slope == pytest.approx(2 * 2 * 1024 * 4096 / H100.peak["bf16"].value + relu)
-    assert str(found) in str(sympy.sympify(found))
+    assert str(seconds) in str(sympy.sympify(seconds))
 
 
-def test_the_lower_bound_says_which_unit_holds_it():
-    found = cg.regimes(cg.seconds(mlp(), H100, "lower", D=1024, F=4096))
-    assert [r.op for r in found] == ["matmul", "memory"]
+def test_lower_bound_names_bounding_unit():
+    regimes = cg.regimes(cg.seconds(mlp(), H100, "lower", D=1024, F=4096))
+    assert [r.op for r in regimes] == ["matmul", "memory"]
     with pytest.raises(cg.GraphError, match="seconds: which 'fastest', expected one of estimate, lower, calibrated"):
         cg.seconds(mlp(), H100, "fastest")
 
 
 # -- at numbers -----------------------------------------------------------------------------------------------------
 
-#: A small preset of every family of the zoo, those that are sampled here first.
+#: A small preset of every family; those sampled in this file come first.
 FAMILIES = (
     "gpt2", "llama-3-8b", "mixtral-8x7b", "mamba-130m", "vit-b-32", "resnet18", "bert-base", "t5-small", "dlrm-small",
     "alexnet", "clip-vit-b-32", "convnext-tiny", "ddpm-cifar10", "deepseek-v2-lite", "densenet121", "dit-s-8",
@@ -161,7 +161,7 @@ def holds_at_numbers(graph, pick, points):
     open_ = sorted({str(s) for s in cg.flops(graph).free_symbols | cg.bytes_moved(graph).free_symbols})
     estimate, lower = (cg.seconds(graph, H100, which) for which in ("estimate", "lower"))
     for _ in range(points):
-        # lengths that patches, chunks and windows divide
+        # lengths divisible by patches, chunks and windows
         sizes = {n: pick.randrange(1, 65) if n == "B" else 64 * pick.randrange(1, 8) for n in open_}
         found = cg.roofline(graph, H100, **sizes)
         assert cg.evaluate(estimate, **sizes) == found.estimate
@@ -170,7 +170,7 @@ def holds_at_numbers(graph, pick, points):
 
 
 def op_by_op(graph, device):
-    """The estimate in fractions as a function of sizes: each op with its own two times, equal ones counted."""
+    """Return the estimate in fractions as a function of sizes: the larger of two times per op, counting equal ops."""
     times = []
     for op, runs, moves in executions(graph):
         worked = [
@@ -189,7 +189,7 @@ def op_by_op(graph, device):
 
 
 def holds_at_many_points(graph, pick):
-    """What a roofline sums at numbers, at 100 points (COSTGRAPH_EXAMPLES=10: 1,000), and itself at some of these."""
+    """Compare the formula with numeric sums at 100 points (COSTGRAPH_EXAMPLES=10: 1,000) and `roofline` at some."""
     open_ = sorted({str(s) for s in cg.flops(graph).free_symbols | cg.bytes_moved(graph).free_symbols})
     estimate, lower = (cg.seconds(graph, H100, which) for which in ("estimate", "lower"))
     summed = op_by_op(graph, H100)
@@ -203,7 +203,7 @@ def holds_at_many_points(graph, pick):
 
 
 @pytest.mark.parametrize("name", FAMILIES[:9])
-def test_the_formula_at_numbers_is_the_estimate(name):
+def test_formula_at_numbers_matches_roofline(name):
     model, pick = load(name), random.Random(name)
     holds_at_numbers(model, pick, 3)
     if name == "gpt2":
@@ -213,20 +213,20 @@ def test_the_formula_at_numbers_is_the_estimate(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_formula_at_numbers_is_the_estimate_of_every_family(name):
+def test_formula_matches_roofline_for_every_family(name):
     model, pick = load(name), random.Random(name)
     made = [model]
     for change in (cg.training_step, cg.decode):
-        with suppress(cg.CostGraphError):  # of what has no loss, or no cache
+        with suppress(cg.CostGraphError):  # models without a loss or a cache
             made.append(change(model))
     for graph in made:
         holds_at_many_points(graph, pick)
 
 
-# -- hardware that is an unknown ------------------------------------------------------------------------------------
+# -- symbolic hardware ----------------------------------------------------------------------------------------------
 
 
-def test_the_numbers_of_a_device_make_its_times():
+def test_substituting_device_rates_gives_device_times():
     g = mlp()
     at = {"B": 5, "D": 1000, "F": 3000}
     for device in map(cg.load_hardware, ("h100-sxm", "a100-80-sxm", "mi300x", "l4")):
@@ -236,7 +236,7 @@ def test_the_numbers_of_a_device_make_its_times():
         )
 
 
-def test_ridge_points_and_balanced_machines_are_formulas():
+def test_ridge_points_and_balance_are_symbolic():
     assert UNKNOWN.ridge("bf16") == peak_bf16 / bandwidth
     g = mlp()
     op = next(g.walk())
@@ -249,19 +249,19 @@ def test_ridge_points_and_balanced_machines_are_formulas():
     assert cg.plan.training_days(1e20, UNKNOWN, mfu=0.5, dtype="bf16").has(peak_bf16)
 
 
-def test_units_of_an_unknown_overlap():
+def test_units_of_symbolic_device_overlap():
     with cg.Graph("g", dtype="fp32") as g:
         g.output(cg.relu(g.input("a", (N, N)) @ g.input("b", (N, N))))
     at = {k: v for k, v in H100.bindings().items() if k in cg.seconds(g, UNKNOWN, "lower").free_symbols}
-    # of the H100 both run on one unit: the bound is higher once that is known
+    # on the H100 both run on one unit, which raises the bound
     assert float(cg.seconds(g, UNKNOWN, "lower").subs({**at, N: 4096})) < cg.seconds(g, H100, "lower", N=4096)
 
 
-def test_what_needs_numbers_refuses_symbols():
-    with pytest.raises(cg.SpecError, match=r"peak_bf16: a symbol of a device that is an unknown; expected a number"):
+def test_numeric_questions_refuse_symbols():
+    with pytest.raises(cg.SpecError, match=r"peak_bf16: a symbol of symbolic hardware; expected a number"):
         float(UNKNOWN.rate("bf16"))
     assert str(UNKNOWN.bandwidth) == "bandwidth B/s"
-    with pytest.raises(cg.BindingError, match="report: rates of h100-sxm are symbols, expected a device of numbers"):
+    with pytest.raises(cg.BindingError, match="report: rates of h100-sxm are symbols, expected a device with numbers"):
         cg.report(mlp(), UNKNOWN, B=1, D=2, F=3)
     step = cg.decode(load("gpt2"))
     with pytest.raises(cg.BindingError, match="still unbound: bandwidth, c2c"):
@@ -275,7 +275,7 @@ def test_what_needs_numbers_refuses_symbols():
         Quantity(sympy.Symbol("x"), "B/s")
 
 
-# -- rates that are missing -----------------------------------------------------------------------------------------
+# -- missing rates --------------------------------------------------------------------------------------------------
 
 
 def rates(**values):
@@ -286,7 +286,7 @@ def rates(**values):
     ("wanted", "unit", "peak", "vector", "used", "why"),
     [
         ("bf16", "matmul", rates(fp32=1, fp64=1, fp16=9), {}, "peak.fp32", "next wider format"),
-        ("bf16", "matmul", rates(fp16=9), {}, "peak.fp16", "nearest format"),  # holds not what bf16 holds
+        ("bf16", "matmul", rates(fp16=9), {}, "peak.fp16", "nearest format"),  # fp16 cannot represent all bf16 values
         ("fp8_e4m3", "matmul", rates(bf16=3, fp16=2, fp32=1), {}, "peak.fp16", "next wider format"),
         ("fp32", "matmul", rates(bf16=9), rates(fp32=1), "vector.fp32", "vector unit"),
         ("fp32", "matmul", rates(bf16=9, int8=18), {}, "peak.bf16", "nearest format"),
@@ -298,31 +298,31 @@ def rates(**values):
         ("fp64", "vector", rates(fp64=2), rates(fp32=1), "peak.fp64", "matrix unit"),
     ],
 )
-def test_what_stands_in(wanted, unit, peak, vector, used, why):
+def test_fallback_rates(wanted, unit, peak, vector, used, why):
     assert nearest(dtype(wanted), unit, peak, vector) == (used, why)
     assert fastest(peak, vector) == max((q.value, f"peak.{k}") for k, q in peak.items())[1]
     assert nearest(dtype(wanted), unit, {}, {}) is fastest({}, {}) is None
 
 
-def test_a_stand_in_is_said_and_the_lower_bound_stays_one():
+def test_fallback_warns_and_keeps_lower_bound():
     with pytest.warns(cg.StandInWarning, match=r"peak.bf16 is missing, peak.fp32 \(next wider format\)"):
         taken = cg.seconds(mlp(), "v100-sxm2-16gb", B=4096, D=4096, F=4096)
-    found = cg.roofline(mlp(), "v100-sxm2-16gb", B=4096, D=4096, F=4096)
+    estimate = cg.roofline(mlp(), "v100-sxm2-16gb", B=4096, D=4096, F=4096)
     v100 = cg.load_hardware("v100-sxm2-16gb")
-    assert found.estimate == taken == cg.roofline(mlp(), v100, fallback="fp32", B=4096, D=4096, F=4096).estimate
-    assert found.lower_bound == cg.roofline(mlp(), v100, fallback="fp16", B=4096, D=4096, F=4096).lower_bound
-    assert "peak.bf16 is missing, peak.fp32 (next wider format) stands in" in str(found)
-    assert [s.used for s in found.stand_ins] == ["peak.fp32", "peak.fp16"]
+    assert estimate.estimate == taken == cg.roofline(mlp(), v100, fallback="fp32", B=4096, D=4096, F=4096).estimate
+    assert estimate.lower_bound == cg.roofline(mlp(), v100, fallback="fp16", B=4096, D=4096, F=4096).lower_bound
+    assert "peak.bf16 is missing, peak.fp32 (next wider format) stands in" in str(estimate)
+    assert [s.used for s in estimate.stand_ins] == ["peak.fp32", "peak.fp16"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cg.seconds(mlp(), v100, fallback="fp16", B=1)  # who names it knows
+        cg.seconds(mlp(), v100, fallback="fp16", B=1)  # a named fallback does not warn
     with pytest.warns(cg.StandInWarning):
         cg.crossover(mlp(), v100, "B", D=4096, F=4096)
 
 
-def test_a_device_without_a_rate_is_refused():
+def test_device_without_rate_is_refused():
     bare = replace(H100, peak={}, vector={}, tables={**H100.tables, "peak": {}, "vector": {}})
-    with pytest.raises(cg.SpecError, match=r"no matmul rate peak\.bf16 for bf16; expected one rate at least"):
+    with pytest.raises(cg.SpecError, match=r"no matmul rate peak\.bf16 for bf16; expected at least one rate"):
         cg.roofline(mlp(), bare)
 
 
@@ -335,7 +335,7 @@ def llamas():
 
 
 @pytest.mark.parametrize("device", in_part(cg.list_hardware(), 0, 4))
-def test_every_device_answers(llamas, device):
+def test_every_device_has_times(llamas, device):
     for graph in llamas:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cg.StandInWarning)
@@ -343,11 +343,11 @@ def test_every_device_answers(llamas, device):
         assert 0 < least <= taken < 1e4
 
 
-# -- assumptions of a crossover -------------------------------------------------------------------------------------
+# -- crossover assumptions ------------------------------------------------------------------------------------------
 
 
-def test_a_crossover_is_a_size_that_is_allowed():
-    # without the assumption S <= 1024 it would be 1450
+def test_crossover_respects_assumptions():
+    # would be 1450 without the assumption S <= 1024
     assert cg.crossover(load("gpt2"), H100, "S", B=1) == math.inf
     turn = cg.crossover(mlp(), H100, "B", D=4096, F=4096)
     assert 300 < turn < 1000
@@ -358,7 +358,7 @@ def test_a_crossover_is_a_size_that_is_allowed():
         assert cg.crossover(mlp("bf16", assumed), H100, "B", D=4096, F=4096) == expected, assumed
 
 
-def test_a_search_stays_within_what_is_assumed():
+def test_largest_respects_assumptions():
     with cg.Graph("g", dtype="bf16") as g:
         q = cg.einsum(g.input("x", (1, S, 640)), g.param("w", (640, 640)), "b s j, j k -> b s k")
         g.output(cg.attention(*[cg.ops.reshape(q, (1, 1, S, 640))] * 3, causal=True))

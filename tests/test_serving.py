@@ -1,4 +1,4 @@
-"""Questions of serving: the largest batch, where decoding changes sides, throughput against latency."""
+"""Serving questions: largest batch, compute-bound crossover, throughput against latency."""
 
 import json
 import math
@@ -21,51 +21,51 @@ def step(name="llama-3-70b", **options):
 
 
 LLAMA = step()
-# of each position 2 bytes of a key and a value in 8 heads of 128, in 80 layers
+# 2 bytes each for key and value per position, in 8 heads of 128 and 80 layers
 CACHE = 2 * 2 * 8 * 128 * 80
-#: Bytes that an H100 has for a program.
+#: Usable memory of an H100 in bytes.
 H100 = 85_017_493_504
 
 
 # -- one sequence ----------------------------------------------------------------------------------------------------
 
 
-def test_every_device_with_a_16_bit_rate_is_asked():
+def test_all_devices_with_16_bit_rate_are_covered():
     assert {d.id for d in DEVICES} - {d.id for d in MATRIX} == {"a30"}
     assert len(MATRIX) > 40
 
 
 @each("device", MATRIX, ids=lambda d: d.id)
-def test_decode_of_one_sequence_is_bound_by_memory(device):
-    # what has no rate for bf16 takes that for fp16, and what states no vector rate that of its matrix unit
-    found = cg.roofline(LLAMA, device, fallback="bf16" if "bf16" in device.peak else "fp16", B=1, S=S)
-    assert {row.bound for row in found.rows} == {"memory"}
-    assert found.bound == "memory"
-    # all weights but the table of tokens, of which a row is read, and the cache
+def test_single_sequence_decode_is_memory_bound(device):
+    # devices without a bf16 rate use the fp16 rate, and devices without a vector rate use the matrix unit's
+    estimate = cg.roofline(LLAMA, device, fallback="bf16" if "bf16" in device.peak else "fp16", B=1, S=S)
+    assert {row.bound for row in estimate.rows} == {"memory"}
+    assert estimate.bound == "memory"
+    # all weights except the embedding table, of which one row is read, and the cache
     least = Fraction(2 * (cg.param_count(LLAMA) - 128255 * 8192) + CACHE * S, device.bandwidth.value)
-    assert 1 <= found.lower_bound / float(least) < 1.001
-    assert found.lower_bound <= found.estimate < 1.01 * found.lower_bound
+    assert 1 <= estimate.lower_bound / float(least) < 1.001
+    assert estimate.lower_bound <= estimate.estimate < 1.01 * estimate.lower_bound
 
 
-# -- how large -------------------------------------------------------------------------------------------------------
+# -- largest sizes ---------------------------------------------------------------------------------------------------
 
 
 @each("name", ["b200", "b300", "mi300x", "mi325x", "mi355x", "gb200", "tpu-v7x"])
-def test_the_largest_batch_is_what_is_left_beside_the_weights(name):
+def test_largest_batch_fills_memory_beside_weights(name):
     room = cg.load_hardware(name).capacity().value - cg.param_bytes(LLAMA)
     found = cg.largest(LLAMA, "B", hardware=name, S=S)
-    # 265 kB of activations for each sequence beside 2.7 GB of its cache
+    # 265 kB of activations per sequence, beside 2.7 GB of its cache
     assert found == math.floor(room / (CACHE * S + 272904))
     assert found in (math.floor(room / (CACHE * S)), math.floor(room / (CACHE * S)) - 1)
     assert cg.peak_memory(LLAMA, B=found, S=S) <= cg.load_hardware(name).capacity().value
     assert cg.peak_memory(LLAMA, B=found + 1, S=S) > cg.load_hardware(name).capacity().value
 
 
-def test_nothing_fits_where_the_weights_do_not():
+def test_nothing_fits_if_weights_do_not():
     assert cg.largest(LLAMA, "B", hardware="h100-sxm", S=S) == 0
 
 
-def test_the_largest_context():
+def test_largest_context():
     g, batch = step("llama-3-8b"), 4
     room = H100 - cg.param_bytes(g)
     each = 2 * 2 * 8 * 128 * 32 * batch
@@ -73,13 +73,13 @@ def test_the_largest_context():
     assert 0 <= room / each - found < 20  # activations of 4 tokens
 
 
-def test_narrow_formats_make_room():
+def test_quantization_increases_largest_batch():
     q = cg.quantize(LLAMA, "int4", cache="fp8_e4m3", group=128)
     room = H100 - cg.param_bytes(q)
     assert cg.largest(q, "B", hardware="h100-sxm", S=S) == math.floor(room / (CACHE / 2 * S + 272904)) == 33
 
 
-# -- where it changes sides ------------------------------------------------------------------------------------------
+# -- crossovers ------------------------------------------------------------------------------------------------------
 
 
 def excess(g, hardware, **sizes):
@@ -89,7 +89,7 @@ def excess(g, hardware, **sizes):
 
 @pytest.mark.parametrize("hardware", ["h100-sxm", "a100-80-sxm", "mi300x"])
 @pytest.mark.parametrize("context", [1, 128, 512])
-def test_the_crossover_batch_is_a_formula_and_what_a_scan_finds(hardware, context):
+def test_crossover_batch_formula_matches_scan(hardware, context):
     formula = cg.crossover(LLAMA, hardware, "B")
     assert {s.name for s in formula.free_symbols} == {"S"}
     place = cg.crossover(LLAMA, hardware, "B", S=context)
@@ -99,29 +99,28 @@ def test_the_crossover_batch_is_a_formula_and_what_a_scan_finds(hardware, contex
         assert (excess(LLAMA, hardware, B=batch, S=context) >= 0) == (batch >= place)
 
 
-def test_beyond_some_context_no_batch_is_bound_by_compute():
+def test_long_context_decode_is_never_compute_bound():
     formula = cg.crossover(LLAMA, "h100-sxm", "B")
     (context,) = formula.free_symbols
-    # where the cache of a sequence takes as long to read as its token takes to compute
+    # where reading a sequence's cache takes as long as computing its token
     last = math.floor(cg.crossover(LLAMA, "h100-sxm", "S", B=10**9))
     assert formula.subs(context, last) > 0 > formula.subs(context, last + 1)
     assert cg.crossover(LLAMA, "h100-sxm", "B", S=last + 1) == math.inf
     assert excess(LLAMA, "h100-sxm", B=10**9, S=last) > 0 > excess(LLAMA, "h100-sxm", B=10**9, S=last + 1)
 
 
-def test_the_crossover_context():
+def test_crossover_context():
     place = cg.crossover(LLAMA, "h100-sxm", "S", B=512)
     assert excess(LLAMA, "h100-sxm", B=512, S=math.floor(place)) > 0
     assert excess(LLAMA, "h100-sxm", B=512, S=math.ceil(place)) < 0
     assert {s.name for s in cg.crossover(LLAMA, "h100-sxm", "S").free_symbols} == {"B"}
 
 
-def test_narrower_weights_change_sides_earlier():
+def test_quantized_weights_lower_crossover_batch():
     narrow = cg.quantize(LLAMA, "int8", "int8")
     weights_only = cg.quantize(LLAMA, "int8")
     places = [cg.crossover(g, "h100-sxm", "B", S=1) for g in (weights_only, narrow, LLAMA)]
-    # half the bytes at one rate; at twice the rate as many bytes of weights for each FLOP as before, and of activations
-    # twice as many
+    # Half the bytes at one rate. At twice the rate, weight bytes per FLOP stay the same and activation bytes double.
     assert places[0] < 0.6 * places[2]
     assert places[2] < places[1] < 1.5 * places[2]
 
@@ -129,46 +128,46 @@ def test_narrower_weights_change_sides_earlier():
 # -- throughput against latency --------------------------------------------------------------------------------------
 
 
-def test_a_row_is_the_roofline_and_the_peak():
-    found = cg.plan.throughput(LLAMA, "b200", "B", [4, 1, 4, 2], S=S)
-    assert [row.size for row in found.rows] == [1, 2, 4]
-    for row in found.rows:
+def test_throughput_row_matches_roofline_and_peak():
+    table = cg.plan.throughput(LLAMA, "b200", "B", [4, 1, 4, 2], S=S)
+    assert [row.size for row in table.rows] == [1, 2, 4]
+    for row in table.rows:
         times = cg.roofline(LLAMA, "b200", B=row.size, S=S)
         assert (row.seconds, row.lower_bound, row.bound) == (times.estimate, times.lower_bound, times.bound)
         assert row.memory == cg.peak_memory(LLAMA, B=row.size, S=S)
         assert row.tokens == row.size
         assert row.tokens_per_second == row.size / times.estimate
-    assert found.best is found.rows[-1]
-    assert found.sizes["S"] == S
-    assert "B" not in found.sizes
-    assert repr(found) == "Throughput('llama-3-70b.decode' on b200, 3 sizes of B)"
+    assert table.best is table.rows[-1]
+    assert table.sizes["S"] == S
+    assert "B" not in table.sizes
+    assert repr(table) == "Throughput('llama-3-70b.decode' on b200, 3 sizes of B)"
 
 
-def test_the_default_sizes_end_with_the_largest_that_fits():
-    found = cg.plan.throughput(LLAMA, "b200", "B", S=S)
-    assert [row.size for row in found.rows] == [1, 2, 4, 8, 16, 18]
-    assert all(row.fits for row in found.rows)
+def test_default_sizes_end_with_largest_fitting():
+    table = cg.plan.throughput(LLAMA, "b200", "B", S=S)
+    assert [row.size for row in table.rows] == [1, 2, 4, 8, 16, 18]
+    assert all(row.fits for row in table.rows)
     assert [row.size for row in cg.plan.throughput(LLAMA, "h100-sxm", "B", S=S).rows] == [1]
 
 
-def test_what_does_not_fit_is_said():
-    found = cg.plan.throughput(LLAMA, "b200", "B", [18, 19], S=S)
-    assert [row.fits for row in found.rows] == [True, False]
-    assert found.best is found.rows[0]
+def test_rows_that_do_not_fit_are_marked():
+    table = cg.plan.throughput(LLAMA, "b200", "B", [18, 19], S=S)
+    assert [row.fits for row in table.rows] == [True, False]
+    assert table.best is table.rows[0]
     assert cg.plan.throughput(LLAMA, "h100-sxm", "B", [1], S=S).best is None
-    assert str(found).split("\n")[2].endswith("does not fit  memory")
+    assert str(table).split("\n")[2].endswith("does not fit  memory")
 
 
-def test_several_new_tokens_a_sequence():
+def test_multi_token_steps():
     several = cg.decode(load("llama-3-8b"), "n")
     (row,) = cg.plan.throughput(several, "h100-sxm", "B", [3], S=100, n=5).rows
     assert row.tokens == 15
 
 
-def test_the_context_may_be_what_is_varied():
-    found = cg.plan.throughput(step("llama-3-8b"), "h100-sxm", "S", [1024, 2048], B=2)
-    assert [row.tokens for row in found.rows] == [2, 2]
-    assert found.rows[0].seconds < found.rows[1].seconds
+def test_context_length_may_be_varied():
+    table = cg.plan.throughput(step("llama-3-8b"), "h100-sxm", "S", [1024, 2048], B=2)
+    assert [row.tokens for row in table.rows] == [2, 2]
+    assert table.rows[0].seconds < table.rows[1].seconds
 
 
 @each(
@@ -176,79 +175,79 @@ def test_the_context_may_be_what_is_varied():
     [
         (("B", [1]), {}, "throughput of graph 'llama-3-70b.decode': expected numbers, still unbound: S"),
         (("B", [0]), {"S": 1}, "throughput: B=0: expected a positive integer"),
-        (("B", []), {"S": 1}, "throughput: no values, expected one at least"),
+        (("B", []), {"S": 1}, "throughput: no values, expected at least one"),
         (("B", "12"), {"S": 1}, "throughput: values '12', expected sizes such as [1, 2, 4]"),
         (("B", 3), {"S": 1}, "throughput: values 3, expected sizes such as [1, 2, 4]"),
     ],
 )
-def test_what_throughput_refuses(arguments, sizes, text):
+def test_invalid_throughput_arguments_are_refused(arguments, sizes, text):
     with pytest.raises(cg.BindingError) as error:
         cg.plan.throughput(LLAMA, "h100-sxm", *arguments, **sizes)
     assert str(error.value).startswith(text)
 
 
-def test_a_missing_rate_is_warned_of_or_what_is_asked_for():
+def test_missing_rate_warns_unless_fallback_is_named():
     with pytest.warns(cg.StandInWarning, match=r"peak\.bf16 is missing, peak\.fp32 \(next wider format\) stands in"):
         cg.plan.throughput(LLAMA, "v100-sxm2-32gb", "B", [1], S=1)
     assert cg.plan.throughput(LLAMA, "v100-sxm2-32gb", "B", [1], S=1, fallback="fp16").rows
 
 
-def test_a_picture(tmp_path):
+def test_throughput_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    found = cg.plan.throughput(step("llama-3-8b"), "h100-sxm", "B", [1, 16, 64, 1024], S=2048)
-    figure = found.plot(tmp_path / "curve.svg")
+    table = cg.plan.throughput(step("llama-3-8b"), "h100-sxm", "B", [1, 16, 64, 1024], S=2048)
+    figure = table.plot(tmp_path / "curve.svg")
     assert (tmp_path / "curve.svg").stat().st_size > 1000
     (ax,) = figure.axes
     labels = ax.get_legend_handles_labels()[1]
     assert {"estimate", "bound by memory", "bound by memory, does not fit"} <= set(labels)
     with pytest.raises(cg.FormatError, match="expected a file ending in"):
-        found.plot("curve.txt")
+        table.plot("curve.txt")
 
 
-# -- a whole answer --------------------------------------------------------------------------------------------------
+# -- latency ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("time", ["estimate", "lower_bound"])
-def test_an_answer_is_its_prompt_and_its_steps(time):
+def test_latency_is_prefill_plus_decode_steps(time):
     g = load("llama-3-8b")
     whole, one = cg.prefill(g, logits="last"), cg.decode(g)
-    found = cg.plan.latency(whole, one, "h100-sxm", prompt=100, steps=7, B=3, time=time)
+    latency = cg.plan.latency(whole, one, "h100-sxm", prompt=100, steps=7, B=3, time=time)
     times = [getattr(cg.roofline(one, "h100-sxm", B=3, S=100 + i), time) for i in range(1, 8)]
-    assert found.first_token == getattr(cg.roofline(whole, "h100-sxm", B=3, S=100), time)
-    assert (found.next_token, found.last_token) == (times[0], times[-1])
-    assert found.total == pytest.approx(found.first_token + math.fsum(times), rel=1e-9)
-    assert found.per_token == pytest.approx(math.fsum(times) / 7, rel=1e-9)
+    assert latency.first_token == getattr(cg.roofline(whole, "h100-sxm", B=3, S=100), time)
+    assert (latency.next_token, latency.last_token) == (times[0], times[-1])
+    assert latency.total == pytest.approx(latency.first_token + math.fsum(times), rel=1e-9)
+    assert latency.per_token == pytest.approx(math.fsum(times) / 7, rel=1e-9)
 
 
-def test_steps_that_change_sides_are_added_up_one_by_one():
+def test_steps_across_crossover_are_summed_individually():
     g = load("llama-3-8b")
     whole, one = cg.prefill(g), cg.decode(g)
-    found = cg.plan.latency(whole, one, "h100-sxm", prompt=1, steps=40, B=400)
+    latency = cg.plan.latency(whole, one, "h100-sxm", prompt=1, steps=40, B=400)
     times = [cg.roofline(one, "h100-sxm", B=400, S=1 + i).estimate for i in range(1, 41)]
-    assert found.total - found.first_token == pytest.approx(math.fsum(times), rel=1e-9)
+    assert latency.total - latency.first_token == pytest.approx(math.fsum(times), rel=1e-9)
 
 
-def test_several_new_tokens_make_the_context_grow_faster():
+def test_multi_token_steps_grow_context_faster():
     g = load("llama-3-8b")
-    found = cg.plan.latency(cg.prefill(g), cg.decode(g, 4), "h100-sxm", prompt=10, steps=3, B=1)
-    assert found.last_token == cg.roofline(cg.decode(g, 4), "h100-sxm", B=1, S=10 + 3 * 4).estimate
+    latency = cg.plan.latency(cg.prefill(g), cg.decode(g, 4), "h100-sxm", prompt=10, steps=3, B=1)
+    assert latency.last_token == cg.roofline(cg.decode(g, 4), "h100-sxm", B=1, S=10 + 3 * 4).estimate
 
 
-def test_an_encoder_runs_once():
+def test_encoder_runs_once_per_request():
     g = load("t5-small")
-    found = cg.plan.latency(cg.prefill(g), cg.decode(g), "h100-sxm", prompt=1, steps=9, B=2, M=64)
-    assert found.next_token == cg.roofline(cg.decode(g), "h100-sxm", B=2, M=64, S=2).estimate
-    assert found.next_token <= found.last_token < found.first_token
+    latency = cg.plan.latency(cg.prefill(g), cg.decode(g), "h100-sxm", prompt=1, steps=9, B=2, M=64)
+    assert latency.next_token == cg.roofline(cg.decode(g), "h100-sxm", B=2, M=64, S=2).estimate
+    assert latency.next_token <= latency.last_token < latency.first_token
 
 
-def test_what_latency_refuses():
+def test_invalid_latency_arguments_are_refused():
     g = load("llama-3-8b")
     whole, one = cg.prefill(g), cg.decode(g)
     with pytest.raises(cg.BindingError, match="still unbound: B"):
         cg.plan.latency(whole, one, "h100-sxm", prompt=10, steps=3)
     with pytest.raises(cg.BindingError, match="latency: steps=0: expected a positive integer"):
         cg.plan.latency(whole, one, "h100-sxm", prompt=10, steps=0, B=1)
-    with pytest.raises(cg.BindingError, match="latency: W is no dimension of either graph"):
+    with pytest.raises(cg.BindingError, match="latency: W is not a dimension of either graph"):
         cg.plan.latency(whole, one, "h100-sxm", prompt=10, steps=1, B=1, W=1)
     sequences, positions, width = cg.dims("B S D")
     with cg.Graph("other", dtype="bf16") as other:
@@ -263,7 +262,7 @@ def test_what_latency_refuses():
 # -- the command line ------------------------------------------------------------------------------------------------
 
 
-def test_the_command(capsys):
+def test_serving_command(capsys):
     pytest.importorskip("typer")
     line = "decode llama-3-70b --hardware h100-sxm --weights int4 --group 128 --cache fp8_e4m3 --values 1,8 S=8192"
     assert main(line.split()) == 0
@@ -274,7 +273,7 @@ def test_the_command(capsys):
     assert str(cg.plan.throughput(q, "h100-sxm", "B", [1, 8], S=8192)) in out
 
 
-def test_its_files(capsys, tmp_path):
+def test_serving_command_writes_files(capsys, tmp_path):
     pytest.importorskip("typer")
     line = "decode llama-3-8b --hardware h100-sxm --values 1,2 S=100 --json - --csv"
     assert main([*line.split(), str(tmp_path / "rows.csv")]) == 0
@@ -290,13 +289,13 @@ def test_its_files(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("decode llama-3-8b --hardware h100-sxm B=1 S=1", "--vary B: a size of it is given as well"),
+        ("decode llama-3-8b --hardware h100-sxm B=1 S=1", "--vary B: the dimension also has a size"),
         ("decode llama-3-8b --hardware h100-sxm --group 128 S=1", "group=128 without weights="),
         ("decode llama-3-8b --hardware h100-sxm --values 1,x S=1", "--values"),
-        ("decode mlp --hardware h100-sxm", "nothing in graph 'mlp' is kept between steps"),
+        ("decode mlp --hardware h100-sxm", "graph 'mlp' keeps no state between steps"),
     ],
 )
-def test_what_the_command_refuses(line, text, capsys):
+def test_invalid_command_arguments_are_refused(line, text, capsys):
     pytest.importorskip("typer")
     assert main(line.split()) == 2
     assert text in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Serving on many devices: one device again at degree 1, copies that share no work, and times made by hand."""
+"""Serving on several devices: degree 1 equals one device, data-parallel replicas are independent, times match hand
+counts.
+"""
 
 import math
 from fractions import Fraction
@@ -11,15 +13,15 @@ import costgraph as cg
 
 LLAMA = load("llama-3-70b")
 PREFILL, DECODE = cg.prefill(LLAMA, logits="last"), cg.decode(LLAMA)
-# of each position 2 bytes of a key and a value in 8 heads of 128, in 80 layers
+# 2 bytes for key and value per position, 8 heads of 128, 80 layers
 CACHE = 2 * 2 * 8 * 128 * 80
 H200 = cg.load_hardware("h200-sxm")
 
 
-# -- degree 1, and ranks that share no work --------------------------------------------------------------------------
+# -- degree 1 and independent replicas -------------------------------------------------------------------------------
 
 
-def test_one_rank_is_one_device():
+def test_degree_one_equals_single_device():
     for whole in (PREFILL, DECODE):
         alone = cg.parallelize(whole, dp=1, tp=1)
         ours, theirs = (cg.plan.throughput(g, H200, "B", [1, 7], S=1021) for g in (alone, whole))
@@ -30,7 +32,7 @@ def test_one_rank_is_one_device():
     assert alone == cg.plan.latency(PREFILL, DECODE, H200, **sizes)
 
 
-def test_copies_of_a_mesh_serve_as_many_times_the_sequences():
+def test_replicas_multiply_served_sequences():
     one, three = cg.parallelize(DECODE, tp=4), cg.parallelize(DECODE, dp=3, tp=4)
     ours = cg.plan.throughput(three, H200, "B", [3, 21], S=1021).rows
     theirs = cg.plan.throughput(one, H200, "B", [1, 7], S=1021).rows
@@ -40,19 +42,19 @@ def test_copies_of_a_mesh_serve_as_many_times_the_sequences():
         assert r.tokens_per_device == pytest.approx(alike.tokens_per_device)
 
 
-def test_sizes_are_those_that_a_mesh_divides():
-    found = cg.plan.throughput(cg.parallelize(DECODE, dp=3, tp=4), H200, "B", S=8191)
+def test_batch_sizes_are_divisible_by_mesh():
+    table = cg.plan.throughput(cg.parallelize(DECODE, dp=3, tp=4), H200, "B", S=8191)
     most = cg.largest(cg.parallelize(DECODE, tp=4), "B", hardware=H200, S=8191)
-    assert [r.size for r in found.rows] == [3, 6, 12, 24, 48, 96, 192, 384, 3 * most]
-    assert "a device" in str(found)
-    assert all(r.fits for r in found.rows)
+    assert [r.size for r in table.rows] == [3, 6, 12, 24, 48, 96, 192, 384, 3 * most]
+    assert "a device" in str(table)
+    assert all(r.fits for r in table.rows)
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------
 
 
 def all_reduce(ranks, size, device):
-    """Of ranks of one domain: rings there and back, or two trees."""
+    """Return the all-reduce time within one domain: a ring, or two trees."""
     link = device.tables["interconnect"]
     late, rate = Fraction(link["latency"].value), device.link("interconnect").value
     ring = 2 * (ranks - 1) * (late + Fraction(size, ranks) / rate)
@@ -60,18 +62,18 @@ def all_reduce(ranks, size, device):
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_a_step_is_its_share_of_memory_and_its_sums(tp):
+def test_step_time_is_memory_share_plus_all_reduces(tp):
     batch, context = 7, 4093
     rank = cg.parallelize(DECODE, tp=tp)
     row = cg.plan.throughput(rank, H200, "B", [batch], S=context).rows[0]
-    # matrices of 80 layers and the head, and what is kept, over ranks; of the table only rows are read
+    # 80 layers' matrices, the head, and the cache, sharded over ranks; the table is read only by row
     width, keys, inner, words = 8192, 8 * 128, 28672, 128256
     matrices = 80 * (2 * width * width + 2 * width * keys + 3 * width * inner) + words * width
     read = Fraction(2 * matrices + CACHE * batch * context, tp) / H200.bandwidth.value
-    # each layer's two sums, and that of the table's parts, of a token's width
+    # two reductions per layer and one for the embedding, each as wide as a token
     sums = (2 * 80 + 1) * all_reduce(tp, 2 * width * batch, H200)
     assert float(read + sums) < row.seconds < 1.02 * float(read + sums)
-    # weights over ranks but for the gains of norms, and what is kept
+    # weights sharded over ranks except norm gains, and the cache
     weights = Fraction(2 * (matrices + words * width), tp) + 2 * 161 * width
     assert row.memory == pytest.approx(float(weights + Fraction(CACHE * batch * context, tp)), rel=1e-3)
     assert cg.cache_bytes(rank, B=batch, S=context) == CACHE * batch * context // tp
@@ -80,18 +82,18 @@ def test_a_step_is_its_share_of_memory_and_its_sums(tp):
     assert math.floor(fit) - 2 <= most <= fit
 
 
-def test_the_first_token_of_eight_devices_is_about_an_eighth():
+def test_eight_devices_cut_first_token_time_to_an_eighth():
     ranks = [cg.parallelize(g, tp=8) for g in (PREFILL, DECODE)]
-    found = cg.plan.latency(*ranks, H200, prompt=2039, steps=31, B=1)
-    # 2 FLOPs of each weight that multiplies, and sums of all positions
+    latency = cg.plan.latency(*ranks, H200, prompt=2039, steps=31, B=1)
+    # 2 FLOPs per multiplying weight, and reductions over all positions
     products = 2 * (70553706496 - 2 * 128256 * 8192) * 2039 / 8 / H200.peak["bf16"].value
     sums = 161 * float(all_reduce(8, 2 * 8192 * 2039, H200))
-    assert products + sums < found.first_token < 1.35 * (products + sums)
+    assert products + sums < latency.first_token < 1.35 * (products + sums)
     alone = cg.plan.latency(PREFILL, DECODE, H200, prompt=2039, steps=31, B=1)
-    assert 8 / 2 < alone.next_token / found.next_token < 8
+    assert 8 / 2 < alone.next_token / latency.next_token < 8
 
 
-def test_a_network_is_slower_than_a_domain():
+def test_network_is_slower_than_domain():
     ranks = [cg.parallelize(g, tp=16) for g in (PREFILL, DECODE)]
     sizes = {"prompt": 1021, "steps": 3, "B": 1}
     inside = cg.plan.latency(*ranks, "gb200", **sizes)  # 72 of them are one domain
@@ -103,7 +105,7 @@ def test_a_network_is_slower_than_a_domain():
     assert row.seconds == outside.next_token
 
 
-def test_experts_on_ranks_of_their_own():
+def test_expert_parallel_serving():
     step = cg.decode(load("mixtral-8x7b"))
     found = cg.plan.throughput(cg.parallelize(step, ep=8), H200, "B", [64], S=1021).rows[0]
     assert (found.devices, found.tokens) == (8, 64)
@@ -115,45 +117,46 @@ def test_experts_on_ranks_of_their_own():
 # -- two meshes ------------------------------------------------------------------------------------------------------
 
 
-def test_two_meshes_take_what_one_takes_and_the_transfer():
+def test_disaggregated_serving_adds_cache_transfer():
     ranks = [cg.parallelize(g, tp=4) for g in (PREFILL, DECODE)]
-    found = cg.plan.disaggregated(*ranks, H200, prompt=2039, steps=31, sequences=(3, 3))
+    serving = cg.plan.disaggregated(*ranks, H200, prompt=2039, steps=31, sequences=(3, 3))
     alike = cg.plan.latency(*ranks, H200, prompt=2039, steps=31, B=3)
-    assert (found.first_token, found.next_token) == (alike.first_token, alike.next_token)
-    assert found.last_token == alike.last_token
-    # each rank has two heads of keys and values, of three sequences
-    assert found.sent == 3 * CACHE * 2039 // 4
+    assert (serving.first_token, serving.next_token) == (alike.first_token, alike.next_token)
+    assert serving.last_token == alike.last_token
+    # each rank holds two key-value heads of three sequences
+    assert serving.sent == 3 * CACHE * 2039 // 4
     # four and four fit into a domain of eight
     link = H200.tables["interconnect"]
-    assert found.link == "interconnect"
-    assert found.transfer == pytest.approx(link["latency"].value + found.sent / H200.link("interconnect").value)
-    assert found.total == pytest.approx(alike.total + found.transfer)
-    # as many sequences are made as are taken
-    assert found.prefilled == pytest.approx(3 / alike.first_token)
-    assert found.decoded == pytest.approx(3 / (alike.total - alike.first_token))
-    assert found.meshes * found.prefilled == pytest.approx(found.decoded)
-    assert found.devices == pytest.approx(found.meshes)
-    assert found.tokens_per_device == pytest.approx(32 * found.decoded / (4 * found.meshes + 4))
-    assert found.prefill_memory == cg.peak_memory(ranks[0], B=3, S=2039)
-    assert found.decode_memory == cg.peak_memory(ranks[1], B=3, S=2039 + 31)
-    assert found.fits
+    assert serving.link == "interconnect"
+    assert serving.transfer == pytest.approx(link["latency"].value + serving.sent / H200.link("interconnect").value)
+    assert serving.total == pytest.approx(alike.total + serving.transfer)
+    # prefill over all meshes is as fast as decode
+    assert serving.prefilled == pytest.approx(3 / alike.first_token)
+    assert serving.decoded == pytest.approx(3 / (alike.total - alike.first_token))
+    assert serving.meshes * serving.prefilled == pytest.approx(serving.decoded)
+    assert serving.devices == pytest.approx(serving.meshes)
+    assert serving.tokens_per_device == pytest.approx(32 * serving.decoded / (4 * serving.meshes + 4))
+    assert serving.prefill_memory == cg.peak_memory(ranks[0], B=3, S=2039)
+    assert serving.decode_memory == cg.peak_memory(ranks[1], B=3, S=2039 + 31)
+    assert serving.fits
 
 
-def test_what_a_rank_receives_is_what_it_keeps_of_the_sequences_that_come_to_it():
+def test_received_cache_matches_rank_share():
     first = cg.parallelize(PREFILL, tp=8)
     for copies, many, most in ((1, 1, 1), (5, 1, 1), (5, 5, 1), (5, 7, 2)):
         step = cg.parallelize(DECODE, dp=copies, tp=2)
-        found = cg.plan.disaggregated(first, step, "b200", prompt=1021, steps=3, sequences=(many, 5 * 13))
-        # of sequences that come to one copy, half of what is kept; a rank of the other mesh has an eighth of all
-        assert found.sent == max(Fraction(many, 8), Fraction(most, 2)) * CACHE * 1021
-        assert (found.prefill_devices, found.decode_devices) == (8, 2 * copies)
-        assert found.link == "network"
+        serving = cg.plan.disaggregated(first, step, "b200", prompt=1021, steps=3, sequences=(many, 5 * 13))
+        # a rank gets half of the cache of the sequences for one replica; a rank of the other mesh holds an eighth of
+        # all
+        assert serving.sent == max(Fraction(many, 8), Fraction(most, 2)) * CACHE * 1021
+        assert (serving.prefill_devices, serving.decode_devices) == (8, 2 * copies)
+        assert serving.link == "network"
         card = cg.load_hardware("b200")
-        took = card.tables["network"]["latency"].value + found.sent / card.link("network").value
-        assert found.transfer == pytest.approx(took)
+        took = card.tables["network"]["latency"].value + serving.sent / card.link("network").value
+        assert serving.transfer == pytest.approx(took)
 
 
-def test_a_slow_network_bounds_what_prompts_are_worth(tmp_path):
+def test_slow_network_limits_prefill_rate(tmp_path):
     ranks = [cg.parallelize(g, tp=8) for g in (PREFILL, DECODE)]
     sizes = {"prompt": 2039, "steps": 31, "sequences": (1, 8)}
     fast = cg.plan.disaggregated(*ranks, H200, **sizes)
@@ -169,7 +172,7 @@ def test_a_slow_network_bounds_what_prompts_are_worth(tmp_path):
     assert slow.prefilled == pytest.approx(1 / slow.transfer)
     assert (fast.prefilled, fast.decoded) == (pytest.approx(1 / fast.first_token), slow.decoded)
     more = cg.parallelize(DECODE, dp=2, tp=8)
-    with pytest.raises(cg.SpecError, match="24 devices, expected the 16 that the switch joins at most"):
+    with pytest.raises(cg.SpecError, match="24 devices, but the switch joins at most 16"):
         cg.plan.disaggregated(ranks[0], more, H200, network=str(file), **sizes)
 
 
@@ -178,20 +181,20 @@ def test_a_slow_network_bounds_what_prompts_are_worth(tmp_path):
     [
         ({"sequences": (0, 8)}, "disaggregated: sequences[0]=0"),
         ({"steps": 0}, "disaggregated: steps=0"),
-        ({"Z": 3}, "disaggregated: Z is no dimension of either graph"),
-        ({"B": 3}, "disaggregated: 'B', expected an open dimension"),
-        ({"batch": "Q"}, "disaggregated: 'Q', expected an open dimension"),
+        ({"Z": 3}, "disaggregated: Z is not a dimension of either graph"),
+        ({"B": 3}, "disaggregated: 'B', expected an unbound dimension"),
+        ({"batch": "Q"}, "disaggregated: 'Q', expected an unbound dimension"),
         ({"batch": "S"}, "disaggregated"),
         ({"time": "best"}, "disaggregated: time 'best', expected one of estimate, lower_bound"),
         ({"network": "none"}, "none"),
     ],
 )  # fmt: skip
-def test_what_has_no_answer_is_refused(named, text):
+def test_invalid_serving_arguments_are_refused(named, text):
     with pytest.raises(cg.CostGraphError) as refused:
         cg.plan.disaggregated(PREFILL, DECODE, H200, **{"prompt": 13, "steps": 3, "sequences": (1, 8), **named})
     assert text in str(refused.value)
 
 
-def test_graphs_that_are_the_other_way_around_are_refused():
-    with pytest.raises(cg.GraphError, match="has 1 tokens, expected 13 of each of 1 sequences"):
+def test_swapped_prefill_and_decode_are_refused():
+    with pytest.raises(cg.GraphError, match="has 1 tokens, expected 13 for each of 1 sequences"):
         cg.plan.disaggregated(DECODE, PREFILL, H200, prompt=13, steps=3, sequences=(1, 8))

@@ -1,4 +1,4 @@
-"""Passes of inference in stages: values of the whole, caches of each rank, times by simulated batches."""
+"""Pipeline-parallel inference: values equal the whole model's, per-rank caches, and times against simulated batches."""
 
 import numpy as np
 import pytest
@@ -24,8 +24,8 @@ P, M = cg.dims("P M")
 SMALL = {"B": 2, "S": 3, "D": 8, "H": 4, "G": 2, "K": 2, "F": 6, "L": 6, "V": 7}
 MODELS = {
     "llama-2-13b": {},
-    "gpt2": {"P": 5},  # a table of both ends
-    "deepseek-v3": {  # dense layers first: of 6 in all, 1; all experts are chosen
+    "gpt2": {"P": 5},  # one table for both ends
+    "deepseek-v3": {  # 1 of 6 layers is dense, at the start; every token chooses all experts
         "Fe": 6, "E": 4, "k": 4, "Eg": 2, "kg": 2, "Es": 1, "Ld": 1, "C": 4, "Cq": 4, "Kn": 2, "Kr": 2, "Kv": 2,
     },
 }  # fmt: skip
@@ -36,14 +36,14 @@ def own(graph, sizes):
 
 
 def composed(stages, given, sizes):
-    """Run stages one after the other, each with what the one before it has sent."""
+    """Run the stages in sequence; each receives the previous stage's output."""
     sent, runs = [], []
 
     def send(at):
         sent.append(np.array(at.operands[0].array))
         return at.operands[0].array
 
-    meanings = {**testing.MEANINGS, Send: whole(send), Receive: whole(lambda at: sent.pop())}
+    meanings = {**testing.REFERENCE_SEMANTICS, Send: whole(send), Receive: whole(lambda at: sent.pop())}
     for g in stages:
         names = {t.name for body in g.bodies() for t in body.tensors if t.producer is None and t.role != "formal"}
         mine = {name: a for name, a in given.items() if name in names}
@@ -58,12 +58,12 @@ def composed(stages, given, sizes):
         (cg.prefill, "llama-2-13b"), (cg.prefill, "deepseek-v3"), (cg.decode, "gpt2"), (cg.decode, "deepseek-v3"),
     ]),
 ])  # fmt: skip
-def test_stages_give_the_logits_and_keep_the_caches_of_the_whole(transform, name):
+def test_stages_compute_logits_and_caches_of_whole_model(transform, name):
     graph = transform(load(name, symbolic=True, dtype="fp32"))
     sizes = own(graph, {**SMALL, **MODELS[name]})
     s = cg.parallelize(graph, pp=3)
     random, point = np.random.default_rng(0), {n: poly(k) for n, k in sizes.items()}
-    given = {}  # of layers the same for each, which inputs by name are
+    given = {}  # the same for all layers, by input name
     for body in graph.bodies():
         for t in body.tensors:
             if t.producer is None and t.role in ("param", "input", "cache", "buffer"):
@@ -82,22 +82,22 @@ def test_stages_give_the_logits_and_keep_the_caches_of_the_whole(transform, name
 
 
 @pytest.mark.parametrize("transform", [cg.prefill, cg.decode])
-def test_stages_have_the_work_the_weights_and_the_caches_of_the_whole(transform):
+def test_stage_work_weights_and_caches_add_up(transform):
     graph = transform(load("llama-2-13b", symbolic=True))
     first, middle, last = cg.parallelize(graph, pp=P).stages
     for ask in (cg.matmul_flops, cg.param_count, cg.cache_bytes):
         assert sympy.expand(ask(first) + (P - 2) * ask(middle) + ask(last) - ask(graph)) == 0, ask
-    # what a layer hands on, B sequences of D elements of 2 bytes, for each position of the pass
+    # a layer sends B sequences of D 2-byte elements per position of the pass
     B, S, D = cg.dims("B S D")
     (row,) = cg.communication(first)
     assert (row.collective, row.bytes) == ("send", 2 * B * D * (S if transform is cg.prefill else 1))
 
 
-def test_each_batch_on_its_way_has_caches_of_its_own():
+def test_each_in_flight_batch_has_its_own_cache():
     graph = cg.decode(load("llama-3-70b"))
     sizes = {"B": 8, "S": 4096}
     one, four = (cg.parallelize(graph, pp=4, micro_batches=m) for m in (1, 4))
-    # 20 of 80 layers: of each position keys and values in 8 heads of 128 elements of 2 bytes
+    # 20 of 80 layers; per position keys and values in 8 heads of 128 2-byte elements
     kept = 20 * 8 * 4096 * 2 * 8 * 128 * 2
     for before, after in zip(one.stages, four.stages, strict=True):
         assert cg.cache_bytes(before, **sizes) == cg.cache_bytes(after, **sizes) == kept
@@ -105,7 +105,7 @@ def test_each_batch_on_its_way_has_caches_of_its_own():
     assert cg.peak_memory(four, **sizes) == max(cg.peak_memory(g, **sizes) for g in four.stages)
 
 
-def test_copies_and_heads_split_the_caches_of_every_stage():
+def test_dp_and_tp_shard_caches_of_every_stage():
     graph = cg.decode(load("llama-3-70b"))
     rank = cg.parallelize(graph, pp=4, dp=2, tp=8, strict=True)
     sizes = {"B": 8, "S": 4096}
@@ -114,10 +114,10 @@ def test_copies_and_heads_split_the_caches_of_every_stage():
 
 
 def simulated(times, send, m, steps):
-    """Return when the last batch has left the last stage, of m batches that go through stages again and again.
+    """Return the time when the last batch leaves the last stage, for m batches over repeated steps.
 
-    A stage takes batches in their order, each once it has come from the stage before, the first one once it has left
-    the last.
+    A stage takes batches in order. Each batch must have left the previous stage; at the first stage, it must have left
+    the last one.
     """
     free, back = [0] * len(times), [0] * m
     for _ in range(steps):
@@ -131,7 +131,7 @@ def simulated(times, send, m, steps):
 
 
 @pytest.mark.parametrize("m", [1, 2, 4, 7])
-def test_times_of_steps_are_those_of_simulated_batches(m):
+def test_step_times_match_simulated_batches(m):
     s = cg.parallelize(cg.decode(load("llama-3-70b")), pp=4, micro_batches=m)
     stages = stages_asked(s, "h100-sxm", None, {"B": 8, "S": 4096}, "test")
     (send,) = {exchange(op, g, a.values, a.hardware)[0] for a in stages for g in [a.graph] for op in g.ops if sends(op)}
@@ -146,12 +146,12 @@ def sends(op):
     return isinstance(op.kind, Send)
 
 
-def test_what_no_pass_forward_has_is_refused():
+def test_training_options_are_refused_for_inference():
     graph = cg.decode(load("llama-3-8b"))
-    for options in ({"schedule": "gpipe"}, {"virtual": 2, "schedule": "interleaved"}):
+    for options in ({"schedule": "gpipe"}, {"virtual_stages": 2, "schedule": "interleaved"}):
         with pytest.raises(cg.UnsupportedError) as refused:
             cg.parallelize(graph, pp=4, micro_batches=4, **options)
-        assert "that has no backward pass, expected neither to be stated" in str(refused.value)
+        assert "has no backward pass; omit schedule= and virtual_stages=" in str(refused.value)
     with pytest.raises(cg.GraphError, match=r"has 2 micro-batches, expected as many sequences in each of 7"):
         cg.plan.disaggregated(
             cg.prefill(load("llama-3-8b")), cg.parallelize(graph, pp=4, micro_batches=2), "h100-sxm",

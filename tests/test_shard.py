@@ -1,4 +1,4 @@
-"""Graphs of one rank: what follows from placements, held against published forms, torch's collectives, and values."""
+"""Per-rank graphs against published formulas, torch's collectives, and computed values."""
 
 from fractions import Fraction
 from functools import cache
@@ -13,7 +13,7 @@ import costgraph as cg
 from costgraph import testing
 
 B, S, D, F, H, G, K, L, V, T, N = cg.dims("B S D F H G K L V T N")
-#: Small sizes that two ranks of both axes divide.
+#: Small sizes that two ranks on both axes divide.
 SIZES = {"B": 2, "S": 4, "D": 4, "F": 6, "H": 4, "G": 2, "K": 2, "L": 2, "V": 8}
 DATA = {"tokens": "(b dp) s", "targets": "(b dp) s"}
 TENSOR = {
@@ -35,12 +35,12 @@ def step(optimizer="foreach", **options):
 
 
 def with_states(placements):
-    """Let optimizer states lie where their parameters do."""
+    """Give optimizer states the placements of their parameters."""
     return {f"{name}{state}": text for name, text in placements.items() for state in ("", ".exp_avg", ".exp_avg_sq")}
 
 
 def over(axis, graph, roles=("param", "state")):
-    """Split the first axis of every parameter, or state, over an axis of a mesh, within what splits it already."""
+    """Shard the first axis of every parameter or state over a mesh axis, inside any existing sharding."""
     out = {}
     for t in graph.tensors:
         rank = t.ndim - t.storage.pieces
@@ -50,13 +50,13 @@ def over(axis, graph, roles=("param", "state")):
 
 
 def both(first, second):
-    """Put the axes of a mesh of two placements beside each other."""
+    """Combine two placements on different mesh axes."""
     return first | {name: text.replace(")", " dp)") if text.startswith("(") else f"({text.replace(' ', ' dp) ', 1)}"
                     for name, text in second.items()}  # fmt: skip
 
 
 def kinds(sharded, phase):
-    """Collectives of a phase by kind: how many of a layer, and how many outside of them."""
+    """Return collectives of a phase by kind: the number per layer, and outside the layers."""
     found = {}
     for m in cg.communication(sharded).filter(phase=phase):
         inside, outside = found.get(m.collective, (0, 0))
@@ -64,12 +64,12 @@ def kinds(sharded, phase):
     return found
 
 
-# -- what follows from placements --------------------------------------------------------------------------------
+# -- derived placements ------------------------------------------------------------------------------------------
 
 
-def test_tensor_parallel_layers_reduce_twice_each_way():
+def test_tensor_parallel_layers_all_reduce_twice_per_direction():
     sharded = cg.shard(step(), cg.mesh(tp=T), with_states(TENSOR), strict=True)
-    # beside 2 of each layer, Megatron reduces the embedding; a maximum and a sum of the loss, and the loss
+    # besides 2 per layer, Megatron reduces the embedding; the loss adds a maximum, a sum, and the mean
     assert kinds(sharded, "forward") == {"all_reduce": (2, 4)}
     assert kinds(sharded, "backward") == {"all_reduce": (2, 1)}
     assert kinds(sharded, "optimizer") == {}
@@ -78,37 +78,38 @@ def test_tensor_parallel_layers_reduce_twice_each_way():
     assert {sympy.expand(m.ring_bytes - 8 * B * S * D * L * (T - 1) / T) for m in layer} == {0}
 
 
-def test_logits_and_their_gradients_are_in_parts():
+def test_logits_and_their_gradients_are_sharded():
     sharded = cg.shard(step(), cg.mesh(tp=T), with_states(TENSOR), strict=True)
     vocabulary = [t for g in sharded.bodies() for t in g.tensors if t.ndim == 3 and t.sizes[2].names() & {"V"}]
     assert {str(t.sizes[2]) for t in vocabulary} == {"V/T"}
-    # the sum of what the loss puts into nothing, at the place of each target, is what it puts there
+    # the scatter-add in the loss gradient is local to the rank that has the target's logit
     assert not [m for m in cg.communication(sharded).filter(phase="backward") if "cross_entropy" in m.op]
 
 
-def test_a_carry_that_is_split_is_sequence_parallelism():
+def test_sharded_carry_gives_sequence_parallelism():
     sharded = cg.shard(step(), cg.mesh(tp=T), {**with_states(TENSOR), **SEQUENCE}, strict=True)
-    # torch 2.13.0 on four ranks of a fake group, fp32, L=4, B=2, S=32, D=64: 2L + 1 of each in the forward pass, and of
-    # reduce-scatters in the backward pass, 110,592 bytes each
+    # torch 2.13.0 on four ranks of a fake group, fp32, L=4, B=2, S=32, D=64: 2L + 1 of each in the forward pass, and as
+    # many reduce-scatters in the backward pass, 110,592 bytes each
     sizes = {**SIZES, "B": 2, "S": 32, "D": 64, "H": 4, "G": 4, "K": 16, "F": 128, "L": 4, "V": 512, "T": 4}
     sent = cg.communication(sharded, **sizes)
     for phase, collective in (("forward", "all_gather"), ("forward", "reduce_scatter"), ("backward", "reduce_scatter")):
         rows = sent.filter(phase=phase, collective=collective)
         assert (sum(m.times for m in rows), rows.total()) == (9, 110_592)
-    # what was gathered is gathered again for the backward pass, as Megatron does it, and the gradient as well
+    # the backward pass gathers inputs again, as Megatron does, and gathers the gradient as well
     assert kinds(sharded, "backward")["all_gather"] == (4, 2)
-    # gains of norms have a part of the sequence on each rank
+    # norm gains see a shard of the sequence on each rank
     assert kinds(sharded, "backward")["all_reduce"] == (2, 1)
 
 
-def test_a_gradient_of_the_logits_is_written_once():
-    # zeros that a kernel begins with are of the piece that writes into them, wherever ranks make the kernel be cut
+def test_logits_gradient_is_written_once():
+    # the zeros that a kernel starts from belong to the fragment that writes into them, wherever sharding splits the
+    # kernel
     sharded = cg.shard(step(), cg.mesh(dp=N, tp=T), {**with_states(TENSOR), **DATA}, strict=True)
     made = [t for op in sharded.walk() if "nll" in op.name and not op.graph.fused for t in op.results]
     assert len([t for t in made if t.ndim and t.sizes[-1].names() >= {"V"}]) == 1
 
 
-def test_a_split_batch_reduces_every_gradient():
+def test_sharded_batch_all_reduces_every_gradient():
     sharded = cg.shard(step(), cg.mesh(dp=N), DATA, strict=True)
     sent = cg.communication(sharded).filter(phase="backward")
     assert {m.collective for m in sent} == {"all_reduce"}
@@ -118,8 +119,8 @@ def test_a_split_batch_reduces_every_gradient():
     assert sympy.expand(cg.matmul_flops(sharded) * N - cg.matmul_flops(step())) == 0
 
 
-def test_gathered_parameters_send_three_times_their_bytes():
-    """Rajbhandari et al. 2020 (arXiv 1910.02054), section 7.2.2: 3P elements for stage 3; 2P for stages 1 and 2."""
+def test_zero_3_sends_three_times_parameter_bytes():
+    """Rajbhandari et al. 2020 (arXiv 1910.02054), section 7.2.2: 3P elements for stage 3, and 2P for stages 1 and 2."""
     graph = step()
     sharded = cg.shard(graph, cg.mesh(dp=N), {**DATA, **over("dp", graph)}, gather="dp", strict=True)
     sizes = {"B": 8, "S": 32, "D": 64, "H": 4, "G": 4, "K": 16, "F": 128, "L": 4, "V": 512, "N": 4}
@@ -131,7 +132,7 @@ def test_gathered_parameters_send_three_times_their_bytes():
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_states_that_are_split_gather_parameters_after_the_update(stage):
+def test_sharded_states_gather_parameters_after_update(stage):
     graph = step()
     split = over("dp", graph, roles=("state",))
     gradients = over("dp", graph, roles=("param",)) if stage == 2 else None
@@ -143,7 +144,7 @@ def test_states_that_are_split_gather_parameters_after_the_update(stage):
     assert {m.collective for m in sent.filter(phase="optimizer")} == {"all_gather"}
 
 
-def test_states_of_7_5_billion_parameters_on_64_devices():
+def test_zero_state_bytes_match_paper_for_7_5b_parameters():
     """ZeRO (arXiv 1910.02054), figure 1: 120, 31.4, 16.6 and 1.9 GB for 16P, 4P + 12P/N, 2P + 14P/N and 16P/N."""
     with cg.Graph("linear", dtype="fp32") as g:
         w = g.param("w", (N * 64,))
@@ -206,7 +207,7 @@ MEGATRON = {
         (False, cg.selective("core"), 10 + 24 / T),
     ],
 )
-def test_activations_of_a_layer_are_those_of_equations_2_to_6(sequence, checkpoint, form):
+def test_layer_activations_match_equations_2_to_6(sequence, checkpoint, form):
     whole = cg.training_step(gpt(), checkpoint=checkpoint, optimizer=cg.SGD())
     split = {**MEGATRON, **(SEQUENCE if sequence else {})}
     sharded = cg.shard(whole, cg.mesh(tp=T), split, strict=True)
@@ -218,7 +219,7 @@ def test_activations_of_a_layer_are_those_of_equations_2_to_6(sequence, checkpoi
 # -- degrees ---------------------------------------------------------------------------------------------------------
 
 
-def test_at_degree_1_the_graph_is_the_unsharded_one():
+def test_degree_one_gives_unsharded_graph():
     graph = step()
     sharded = cg.shard(graph, cg.mesh(dp=1, tp=1), {**DATA, **with_states(TENSOR)}, gather="dp")
     assert cg.flops(sharded) == cg.flops(graph)
@@ -227,7 +228,7 @@ def test_at_degree_1_the_graph_is_the_unsharded_one():
     assert not cg.communication(sharded).rows
 
 
-def test_a_closed_form_of_the_peak_holds_its_unrolled_graph():
+def test_peak_closed_form_matches_unrolled_graph():
     graph = step("fused")
     placements = {**DATA, **both(over("dp", graph), with_states(matched(graph, TENSOR)))}
     sharded = cg.shard(graph, cg.mesh(dp=N, tp=T), placements, gather="dp", strict=True)
@@ -239,7 +240,7 @@ def test_a_closed_form_of_the_peak_holds_its_unrolled_graph():
 
 
 def matched(graph, placements):
-    """Write placements by pattern out by name."""
+    """Expand placements by pattern into placements by name."""
     from fnmatch import fnmatchcase
 
     names = [t.name for t in graph.tensors if t.producer is None and t.role == "param"]
@@ -250,14 +251,14 @@ def matched(graph, placements):
 
 
 @pytest.mark.parametrize("optimizer", in_part(["for-loop", "foreach", "fused"], 0, 3))
-def test_a_step_under_tensor_and_sequence_parallelism_leaves_the_same_numbers(optimizer):
+def test_tensor_and_sequence_parallel_step_computes_same_values(optimizer):
     graph = step(optimizer)
     sharded = cg.shard(graph, cg.mesh(tp=T), {**with_states(TENSOR), **SEQUENCE}, strict=True)
     testing.check_sharded(graph, sharded, **SIZES, T=2)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2, 3])
-def test_a_step_under_zero_leaves_the_same_numbers(stage):
+def test_zero_step_computes_same_values(stage):
     graph = step()
     roles = ("param", "state") if stage == 3 else ("state",)
     gradients = over("dp", graph, roles=("param",)) if stage == 2 else None
@@ -267,7 +268,7 @@ def test_a_step_under_zero_leaves_the_same_numbers(stage):
     testing.check_sharded(graph, sharded, **SIZES, N=2)
 
 
-def test_a_step_on_a_mesh_of_two_axes_leaves_the_same_numbers():
+def test_two_axis_mesh_step_computes_same_values():
     graph = step()
     placements = {**DATA, **both(over("dp", graph), with_states(matched(graph, TENSOR)))}
     placements["layers.carry0"] = "(b dp) (s tp) d"
@@ -275,7 +276,7 @@ def test_a_step_on_a_mesh_of_two_axes_leaves_the_same_numbers():
     testing.check_sharded(graph, sharded, **{**SIZES, "D": 8, "V": 8, "F": 8, "G": 4}, N=2, T=2)
 
 
-def test_micro_batches_and_checkpoints_leave_the_same_numbers():
+def test_micro_batches_and_checkpoints_compute_same_values():
     graph = step(accumulate=2, checkpoint=cg.every_block())
     split = {"tokens": "(b dp) s", "targets": "(b dp) s", **with_states(TENSOR)}
     sharded = cg.shard(
@@ -285,14 +286,14 @@ def test_micro_batches_and_checkpoints_leave_the_same_numbers():
 
 
 @pytest.mark.parametrize("pass_", [cg.prefill, cg.decode])
-def test_inference_on_two_ranks_leaves_the_same_numbers(pass_):
+def test_two_rank_inference_computes_same_values(pass_):
     graph = pass_(load("llama-3-8b", symbolic=True, dtype="fp32"))
     caches = {t.name: "b (g tp) t k" for g in graph.bodies() for t in g.tensors if t.role == "cache"}
     sharded = cg.shard(graph, cg.mesh(tp=2), {**TENSOR, **caches}, strict=True)
     testing.check_sharded(graph, sharded, {"tp": 2}, **SIZES, T=3)
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 def mlp():
@@ -302,11 +303,11 @@ def mlp():
     return g
 
 
-EACH = "expected a name and axes of mesh(tp=4), each once"
+EACH = "expected one name and axes of mesh(tp=4), each at most once"
 TEXTS = "expected a mapping of names to placements such as 'd (f tp)'"
 REFUSED = {
     "a name that is no tensor": (
-        {"upp": "d f"}, {}, cg.GraphError, "'upp' is no tensor of graph 'mlp', expected a name or a pattern"
+        {"upp": "d f"}, {}, cg.GraphError, "'upp' matches no tensor of graph 'mlp'; expected a name or a pattern"
     ),
     "two names in brackets": (
         {"up": "(d f) tp"}, {}, cg.PatternError, f"'(d f) tp' of up(D, 6; fp32): (d f), {EACH}"
@@ -316,53 +317,53 @@ REFUSED = {
         {"up": "(d tp) (f tp)"}, {}, cg.PatternError, f"'(d tp) (f tp)' of up(D, 6; fp32): (f tp), {EACH}"
     ),
     "axes that are too many": (
-        {"up": "d f g"}, {}, cg.PatternError, "'d f g' of up(D, 6; fp32): expected a place for each of 2 axes"
+        {"up": "d f g"}, {}, cg.PatternError, "'d f g' of up(D, 6; fp32): expected an entry for each of 2 axes"
     ),
     "a size that the ranks do not divide": (
         {"up": "d (f tp)"}, {}, cg.ShapeError,
-        "'d (f tp)' of up(D, 6; fp32): (f tp) is 6 in parts of 3/2, expected a size that the ranks divide",
+        "'d (f tp)' of up(D, 6; fp32): (f tp) splits size 6 into parts of 3/2; expected a size that the ranks divide",
     ),
     "no text": ({"up": 3}, {}, cg.GraphError, f"placements is {{'up': 3}}, {TEXTS}"),
     "no mapping": (["up"], {}, cg.GraphError, f"placements is ['up'], {TEXTS}"),
     "an axis that the mesh does not have": (
-        {}, {"gather": "dp"}, cg.GraphError, "gather along 'dp', expected axes of mesh(tp=4)"
+        {}, {"gather": "dp"}, cg.GraphError, "gather: unknown axis 'dp', expected axes of mesh(tp=4)"
     ),
     "no mesh": ({}, {"mesh": 4}, cg.GraphError, "mesh is 4, expected a mesh"),
 }  # fmt: skip
 
 
 @each("what", REFUSED)
-def test_what_is_no_placement_is_refused(what):
+def test_invalid_placements_are_refused(what):
     placements, options, error, text = REFUSED[what]
     with pytest.raises(error) as refused:
         cg.shard(mlp(), placements=placements, **{"mesh": cg.mesh(tp=4), **options})
     assert str(refused.value) == f"shard: {text}"
 
 
-def test_a_mesh_has_an_axis_and_its_degrees_are_positive():
-    with pytest.raises(cg.GraphError, match=r"mesh: axes \[\], expected a name and a number of ranks at least"):
+def test_mesh_without_axes_or_with_bad_degrees_is_refused():
+    with pytest.raises(cg.GraphError, match=r"mesh: axes \[\], expected at least one name with a number of ranks"):
         cg.mesh()
     with pytest.raises(cg.ShapeError, match="mesh: tp: 0, expected a positive integer"):
         cg.mesh(tp=0)
 
 
-def test_a_degree_that_does_not_divide_is_refused_when_it_is_bound():
+def test_indivisible_degree_is_refused_at_binding():
     sharded = cg.shard(mlp(), cg.mesh(tp=T), {"up": "d (f tp)", "down": "(f tp) d"})
-    # two products and a function of a third of the six columns, and 2/3 of an addition for each element of the sum
+    # two matmuls and an activation over a third of six columns, and 2/3 of an addition per element of the sum
     assert cg.flops(sharded, B=2, D=5, T=3) == pytest.approx(2 * (2 * 2 * 5 * 2) + 2 * 2 + 2 * 5 * 2 / 3)
-    with pytest.raises(
-        cg.BindingError, match="T=4: axis 1 of 'up' has size 6/T = 3/2, expected a positive whole number"
-    ):
+    with pytest.raises(cg.BindingError, match="T=4: axis 1 of 'up' has size 6/T = 3/2, expected a positive integer"):
         cg.flops(sharded, B=2, D=5, T=4)
 
 
-def test_an_op_that_cannot_keep_a_placement_says_so():
+def test_op_that_cannot_keep_placement_is_named():
     with cg.Graph("rolled") as g:
         g.output(cg.ops.roll(g.input("x", (B, D)), 1))
     sharded = cg.shard(g, cg.mesh(tp=T), {"x": "b (d tp)"})
-    assert sharded.sharding.resharded[0] == "'roll_parts': 'x' put together along tp: it is whole"
+    assert sharded.sharding.resharded[0] == "'roll_parts': 'x' is redistributed along tp: the op cannot shard this axis"
     assert [m.collective for m in cg.communication(sharded)] == ["all_gather"]
-    with pytest.raises(cg.UnsupportedError, match="'roll_parts': 'x' put together along tp: it is whole, expected pl"):
+    with pytest.raises(
+        cg.UnsupportedError, match="'roll_parts': 'x' is redistributed along tp: the op cannot shard this axis, ex"
+    ):
         cg.shard(g, cg.mesh(tp=T), {"x": "b (d tp)"}, strict=True)
 
 
@@ -376,21 +377,21 @@ def test_an_op_that_cannot_keep_a_placement_says_so():
         lambda x: cg.reduce(x, "b d -> b", "mean") + cg.reduce(x, "b d -> b", "sum"),
     ],
 )  # fmt: skip
-def test_a_maximum_is_no_sum(build):
+def test_maxima_are_not_partial_sums(build):
     with cg.Graph("most") as g:
         g.output(build(g.input("x", (B, D))))
     rank = cg.shard(g, cg.mesh(tp=2), {"x": "b (d tp)"}, strict=True)
     testing.check_sharded(g, rank, B=3, D=4)
 
 
-def test_what_is_rounded_is_reduced_before():
+def test_rounded_partial_sums_are_reduced_first():
     with cg.Graph("rounded") as g:
         g.output(cg.ops.cast(cg.reduce(g.input("x", (B, D)), "b d -> b", "sum"), "int32"))
     rank = cg.shard(g, cg.mesh(tp=2), {"x": "b (d tp)"})
     assert [t.operands[0].dtype.name for t in rank.ops if t.kind.name == "collective"] == ["fp32"]
 
 
-def test_updates_are_added_to_a_part_of_a_sum_alone():
+def test_scatter_add_keeps_partial_sums():
     with cg.Graph("added") as g:
         base = cg.reduce(g.input("x", (B, D)), "b d -> b", "mean")
         g.output(cg.ops.scatter(base, g.input("ids", (D,), dtype="int64"), g.input("new", (D,))))
@@ -398,33 +399,33 @@ def test_updates_are_added_to_a_part_of_a_sum_alone():
     testing.check_sharded(g, rank, B=3, D=4)
 
 
-def test_rows_that_are_looked_up_stand_beside_each_other():
+def test_lookup_restores_sharded_row_order():
     with cg.Graph("looked up") as g:
         y = cg.einsum(g.input("x", (B, D)), g.param("w", (D, D)), "b d, d e -> b e")
         g.output(cg.ops.gather(y, g.input("ids", (F,), dtype="int64")))
-    # the product leaves every second half of a half on a rank
+    # the matmul leaves every second half of a half on a rank
     rank = cg.shard(g, cg.mesh(dp=2, ep=2), {"x": "(b dp ep) d", "w": "(d dp) e"})
     testing.check_sharded(g, rank, B=8, D=2, F=8)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_kernel_keeps_the_order_in_which_its_results_lie(ranks):
+def test_split_kernel_preserves_result_layout(ranks):
     with cg.Graph("turned") as g:
         y = cg.tanh(cg.relu(cg.rearrange(g.input("x", (B, D)), "b d -> d b")))
         g.output(cg.rearrange(y, "d b -> (b d)"))
     fused = cg.fuse(g)
     rank = cg.shard(fused, cg.mesh(dp=ranks), {"x": "(b dp) d"}, strict=True)
-    # read and written once; the result is a view, and no copy
+    # read and written once; the result is a view without a copy
     assert cg.bytes_moved(rank) == cg.bytes_moved(fused) / ranks == 8 * B * D / ranks
     testing.check_sharded(fused, rank, {"dp": ranks}, B=4, D=3)
 
 
-def test_what_nobody_reads_is_left_out_of_a_kernel_that_is_cut():
+def test_unused_ops_are_dropped_from_split_kernel():
     with cg.Graph("cut") as g:
         x = g.input("x", (B, D))
         with cg.kernel("both") as body:
             most, all_ = (cg.reduce(x, "b d -> b", how) for how in ("max", "sum"))
-            cg.relu(cg.tanh(most), inplace=True)  # between two meetings, and for nothing
+            cg.relu(cg.tanh(most), inplace=True)  # between two collectives, and unused
             y = cg.tanh(all_)
         g.output(body.export(y))
     rank = cg.shard(g, cg.mesh(tp=2), {"x": "b (d tp)"}, strict=True)
@@ -432,14 +433,14 @@ def test_what_nobody_reads_is_left_out_of_a_kernel_that_is_cut():
     testing.check_sharded(g, rank, B=3, D=4)
 
 
-def test_rows_in_the_order_of_a_rank_stay_there():
-    """Each rank orders the choices of its own tokens: what goes on with the rows has to lie as they do."""
+def test_rank_local_row_order_is_kept():
+    """Each rank sorts the routing choices of its own tokens, and results computed from the rows follow that order."""
     with cg.Graph("experts") as g:
         x, ids = g.input("x", (B, D)), g.input("ids", (B, 2), dtype="int64")
         sent = cg.ops.dispatch(ids, 3)
         rows = cg.ops.gather(x, sent.tokens)
         g.output(rows)
-    text = "shard: 'gather' is in the order of each rank, or has positions in it, which mean nothing elsewhere"
+    text = "shard: 'gather' is in rank-local order, or holds indices into rows in that order, which are invalid"
     with pytest.raises(cg.UnsupportedError, match=text):
         cg.shard(g, cg.mesh(dp=2), {"x": "(b dp) d", "ids": "(b dp) k"})
     with g:
@@ -450,27 +451,29 @@ def test_rows_in_the_order_of_a_rank_stay_there():
     testing.check_sharded(g, rank, B=4, D=3)
 
 
-def test_the_graph_of_one_rank_is_not_sharded_again():
+def test_per_rank_graph_is_not_sharded_again():
     sharded = cg.shard(mlp(), cg.mesh(tp=T), {"up": "d (f tp)", "down": "(f tp) d"})
-    with pytest.raises(cg.GraphError, match="shard: graph 'mlp' is that of one rank already, expected one of all dev"):
+    with pytest.raises(
+        cg.GraphError, match="shard: graph 'mlp' is already the graph of one rank, expected an unsharded"
+    ):
         cg.shard(sharded, cg.mesh(dp=N), {"x": "(b dp) d"})
-    with pytest.raises(cg.GraphError, match="run_ranks of graph 'mlp', which is on no mesh: expected one that shard"):
+    with pytest.raises(cg.GraphError, match="run_ranks of graph 'mlp', which is not sharded: expected a graph from"):
         testing.run_ranks(mlp(), {})
 
 
-def test_ranks_that_have_other_numbers_are_found():
+def test_value_mismatch_between_ranks_is_detected():
     graph = mlp()
     sharded = cg.shard(graph, cg.mesh(tp=2), {"up": "d (f tp)", "down": "(f tp) d"})
     lacking = cg.Graph("lacking")
-    with lacking:  # without the reduction, each rank has a part of the sum
+    with lacking:  # without the reduction, each rank has a partial sum
         h = cg.relu(cg.einsum(lacking.input("x", (B, D)), lacking.param("up", (D, 3)), "b d, d f -> b f"))
         lacking.output(cg.einsum(h, lacking.param("down", (3, D)), "b f, f d -> b d"))
     lacking.sharding = sharded.sharding
-    with pytest.raises(AssertionError, match=r"rank \{'tp': 1\} has other numbers than another one that has the same"):
+    with pytest.raises(AssertionError, match=r"rank \{'tp': 1\} differs from a replica of the same shard"):
         testing.check_sharded(graph, lacking, B=2, D=3)
 
 
-def test_the_graph_of_one_rank_is_saved_and_loaded(tmp_path):
+def test_per_rank_graph_survives_save_and_load(tmp_path):
     graph = step()
     sharded = cg.shard(graph, cg.mesh(dp=N, tp=T), {**DATA, **with_states(TENSOR), "layers.carry0": "(b dp) (s tp) d"})
     assert {op.kind.name for op in sharded.walk()} >= {"collective", "part"}
@@ -479,11 +482,11 @@ def test_the_graph_of_one_rank_is_saved_and_loaded(tmp_path):
     assert cg.communication(loaded).rows == cg.communication(sharded).rows
     assert cg.peak_memory(loaded) == cg.peak_memory(sharded)
     assert loaded.sharding == sharded.sharding
-    with pytest.raises(cg.GraphError, match="is that of one rank already"):
+    with pytest.raises(cg.GraphError, match="is already the graph of one rank"):
         cg.shard(loaded, cg.mesh(dp=N), DATA)
 
 
-def test_communication_is_a_table():
+def test_communication_renders_as_table():
     pytest.importorskip("pandas")
     sharded = cg.shard(mlp(), cg.mesh(tp=3), {"up": "d (f tp)", "down": "(f tp) d"})
     sent = cg.communication(sharded, B=2, D=5)
@@ -497,8 +500,8 @@ def test_communication_is_a_table():
 
 
 @pytest.mark.parametrize("gather", [(), "dp"])
-def test_weights_of_a_recurrence_are_reduced_once(gather):
-    """As torch's DDP and fully_shard do, behind the backward pass, not at each step of time."""
+def test_recurrent_weight_gradients_are_reduced_once(gather):
+    """torch's DDP and fully_shard also reduce after the backward pass, not at each time step."""
     with cg.Graph("rnn") as g:
         x, state = g.input("x", (S, B, D)), g.input("state", (B, D))
         w, u = g.param("w", (D, D)), g.param("u", (D, D))
@@ -522,8 +525,8 @@ def test_weights_of_a_recurrence_are_reduced_once(gather):
 
 
 @pytest.mark.parametrize("mode", ["max", "mean"])
-def test_statistics_of_a_batch_are_reduced_before_they_are_repeated(mode):
-    """Batch norm over all ranks: each of its all-reduces is of numbers by channel; windows slide within an image."""
+def test_batch_norm_statistics_are_reduced_before_expansion(mode):
+    """Batch norm over all ranks all-reduces per-channel statistics; windows slide within an image."""
     with cg.Graph("images") as g:
         x = cg.conv(g.input("x", (B, 2, 4, 4)), "b c h w -> b o h w", window=(3, 3), padding=1, o=D)
         x = cg.nn.pool(cg.relu(cg.nn.batch_norm(x)), mode, window=(2, 2))
@@ -536,7 +539,7 @@ def test_statistics_of_a_batch_are_reduced_before_they_are_repeated(mode):
     testing.check_sharded(whole, rank, B=2, D=2, N=2)
 
 
-#: Kinds without a rule that says how they are split, and why.
+#: Kinds without a sharding rule, and why.
 WHOLE = {
     "arange": "numbers of all positions on each rank, which is handed its part of them",
     "foreign": "nobody knows what it does",
@@ -545,11 +548,11 @@ WHOLE = {
     "repeat": "those of the ops inside",
     "stacked": "a stack lies as the slices that are written into it",
 }
-#: Of graphs of one rank, which are split already.
+#: Kinds that appear only in per-rank graphs, which are already sharded.
 OF_RANKS = {"around", "collective", "merge", "pack", "part"}
 
 
-def test_every_other_kind_says_how_it_is_split():
+def test_all_other_kinds_have_sharding_rules():
     from costgraph.ir.graph import OpKind
     from costgraph.ops.registry import KINDS
 
@@ -558,7 +561,7 @@ def test_every_other_kind_says_how_it_is_split():
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_what_no_rule_splits_is_put_together_and_named(strict):
+def test_ops_without_sharding_rule_gather_operands_and_are_named(strict):
     with cg.Graph("g") as g:
         x = cg.relu(g.input("x", (B, D)))
         g.output(cg.relu(cg.opaque("fft", [x], (B, D), flops=5 * B * D)))

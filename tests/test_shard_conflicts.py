@@ -1,4 +1,4 @@
-"""What is moved although nobody asked for it: said by name, an error where every placement has to be kept."""
+"""Implicit resharding: it is reported by name, and refused under `strict`."""
 
 import pytest
 from each import each
@@ -20,38 +20,38 @@ CASES = {
     "made": (
         lambda g: cg.relu(g.input("a", (B, D))) + cg.relu(g.input("b", (B, D))),
         {"a": "(b x) d", "b": "b (d x)"},
-        "'add': 'relu_1' put together along x: 'relu' is split along it otherwise",
+        "'add': 'relu_1' is redistributed along x: 'relu' is sharded along it differently",
         ["all_to_all"],
     ),
     "both stated": (
         lambda g: g.input("a", (B, D)) + g.input("b", (B, D)),
         {"a": "(b x) d", "b": "b (d x)"},
-        "'add': 'b' put together along x: 'a' is split along it otherwise",
+        "'add': 'b' is redistributed along x: 'a' is sharded along it differently",
         ["all_to_all"],
     ),
     "product": (
         lambda g: cg.einsum(g.input("a", (B, D)), cg.relu(g.input("b", (B, D))), "b d, b d -> b") + g.input("c", (B,)),
         {"a": "b (d x)", "b": "(b x) d", "c": "(b x)"},
-        "'einsum': 'a' put together along x: 'relu' is split along it otherwise",
+        "'einsum': 'a' is redistributed along x: 'relu' is sharded along it differently",
         ["all_to_all"],
     ),
     "slices": (
         lambda g: cg.scan(L, lambda c, x: (c + x, c), g.input("z", (B,)), g.input("xs", (L, B)))[1],
         {"xs": "(l x) b"},
-        "'xs' put together along x: iterations read it in slices",
+        "'xs' is redistributed along x: iterations read it in slices",
         ["all_gather"],
     ),
     "handed on": (
         lambda g: cg.repeat(L, lambda c: cg.relu(cg.rearrange(c, "a b -> b a")), g.input("a", (B, B)), name="turn"),
         {"a": "(b x) d"},
-        "'turn': 'turn/contiguous' put together along x: the next iteration has it otherwise",
+        "'turn': 'turn/contiguous' is redistributed along x: the next iteration reads it with another placement",
         ["all_to_all"],
     ),
 }
 
 
 @each("what", CASES)
-def test_a_conflict_is_said_and_refused_where_placements_have_to_be_kept(what):
+def test_conflicts_are_reported_and_refused_under_strict(what):
     build, places, text, sent = CASES[what]
     whole = graph(build)
     rank = cg.shard(whole, cg.mesh(x=2), places)
@@ -64,13 +64,13 @@ def test_a_conflict_is_said_and_refused_where_placements_have_to_be_kept(what):
 
 
 STATED = {
-    # activations come to parameters, which stay: a split sequence is gathered for a split width
+    # activations move to the parameters, which stay: a sharded sequence is gathered for a sharded width
     "parameter": (
         lambda g: cg.einsum(cg.relu(g.input("a", (B, D))), g.param("w", (D, F)), "b d, d f -> b f"),
         {"a": "(b x) d", "w": "d (f x)"},
         ["all_gather"],
     ),
-    # of a product of two activations, one has no axis that the other one is split along, as keys have none of queries
+    # for a matmul of two activations, one lacks the axis that the other is sharded along, as keys lack query positions
     "product": (
         lambda g: cg.einsum(cg.relu(g.input("a", (B,))), cg.relu(g.input("b", (D,))), "b, d -> b d"),
         {"a": "(b x)", "b": "(d x)"},
@@ -80,7 +80,7 @@ STATED = {
 
 
 @pytest.mark.parametrize("what", STATED)
-def test_what_is_stated_is_no_conflict(what):
+def test_explicit_resharding_is_no_conflict(what):
     build, places, sent = STATED[what]
     whole = graph(build)
     rank = cg.shard(whole, cg.mesh(x=2), places, strict=True)
@@ -89,13 +89,13 @@ def test_what_is_stated_is_no_conflict(what):
     testing.check_sharded(whole, rank, B=2, D=4, F=6)
 
 
-# -- what is repeated ------------------------------------------------------------------------------------------------
+# -- broadcast tensors -----------------------------------------------------------------------------------------------
 
 H, S, K = cg.dims("H S K")
 
 
-def test_what_is_repeated_without_a_copy_is_moved_before_it_is_repeated():
-    """One key for all heads, (b, s, k), beside keys of heads: 4*B*S*K bytes are gathered, not H times as many."""
+def test_broadcast_tensors_are_moved_before_expansion():
+    """One key (b, s, k) shared by all heads, beside sharded heads: gather 4*B*S*K bytes, not H times as many."""
     whole = graph(
         lambda g: (
             cg.relu(g.input("keys", (B, H, S, K)))
@@ -107,8 +107,8 @@ def test_what_is_repeated_without_a_copy_is_moved_before_it_is_repeated():
     testing.check_sharded(whole, rank, B=2, H=4, S=6, K=3)
 
 
-def test_latent_attention_gathers_the_rotated_key_of_a_split_sequence_once_for_all_heads():
-    """Megatron's MLASelfAttention gathers k_pos_emb, one head of Kr, from the region of sequence parallelism."""
+def test_latent_attention_gathers_shared_rotary_key_once():
+    """Megatron's MLASelfAttention gathers k_pos_emb, one head of Kr, from the sequence-parallel region."""
     sizes = {"D": 4, "H": 2, "L": 3, "Ld": 1, "V": 8, "F": 4, "Fe": 4, "E": 3, "k": 2, "Es": 2, "C": 4, "Kn": 2}
     whole = training_step(load("deepseek-v2-lite", symbolic=True, dtype="fp32"), optimizer=cg.SGD())
     rank = cg.parallelize(whole, tp=2, sequence=True, strict=True)

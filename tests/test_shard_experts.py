@@ -1,4 +1,4 @@
-"""Experts on different ranks: rows that go to them and back, held against torch's collectives and against values."""
+"""Expert parallelism: token dispatch and combine, against torch's collectives and computed values."""
 
 import pytest
 import sympy
@@ -8,7 +8,7 @@ import costgraph as cg
 from costgraph import testing
 
 B, D, F, L, N, P, T = cg.dims("B D F L N P T")
-#: Tokens over two axes of a mesh, experts over one of them, their width over a third.
+#: Tokens over two mesh axes, experts over one of them, their width over a third.
 PLACES = {
     "x": "(b dp ep) d", "ids": "(b dp ep) k", "w": "(b dp ep) k",
     "experts/gate_up": "(e ep) d (2 f tp)", "experts/gate_up_bias": "(e ep) (2 f tp)",
@@ -17,36 +17,36 @@ PLACES = {
 
 
 def mixture(experts=6, chosen=3, *, bias=True):
-    """A layer whose choices are inputs."""
+    """Build a layer whose routing choices are inputs."""
     with cg.Graph("mixture") as g:
         x, ids = g.input("x", (B, D)), g.input("ids", (B, chosen), dtype="int64")
         h = cg.linear(x, "b d -> b e", e=D, name="in")
-        # of 0, 1, 2, ... squares modulo 6 are 0, 1, 4, 3, 4, 1: three of each half, and other numbers of each expert
+        # 0, 1, 2, ... squared modulo 6 is 0, 1, 4, 3, 4, 1: three in each half, with different counts per expert
         y = cg.nn.experts(h, g.input("w", (B, chosen)), ids * ids, experts, F, bias=bias)
         g.output(cg.reduce(y * y, "b d -> ", "mean"))
     return cg.training_step(g, optimizer=cg.SGD())
 
 
-def test_rows_go_to_their_experts_and_back_in_each_direction():
+def test_tokens_are_dispatched_and_combined_in_both_passes():
     whole = mixture(8, 2, bias=False)
     places = {name: text for name, text in PLACES.items() if "bias" not in name}
     rank = cg.shard(whole, cg.mesh(dp=N, ep=P, tp=1), places, strict=True)
     sent = cg.communication(rank).filter(collective="all_to_all")
     counts, *rows = sent
     assert {m.axis for m in sent} == {"ep"}
-    assert (counts.phase, counts.bytes) == ("forward", 4 * 8)  # where the rows of each expert end, in int32
+    assert (counts.phase, counts.bytes) == ("forward", 4 * 8)  # int32 end offsets of each expert's rows
     assert [m.phase for m in rows] == ["forward", "forward", "backward", "backward"]
-    # B/(N*P) tokens of a rank, 2 rows of each, D elements of 4 bytes
+    # B/(N*P) tokens per rank, 2 rows per token, D elements of 4 bytes
     assert {m.bytes for m in rows} == {8 * B * D / (N * P)}
     assert {sympy.expand(m.ring_bytes - 8 * B * D / (N * P) * (P - 1) / P) for m in rows} == {0}
-    # torch 2.13.0, all_to_all_single with autograd on four ranks of a fake group, 64 tokens each: 16,384 bytes each
+    # torch 2.13.0, all_to_all_single with autograd, fake group with four ranks and 64 tokens each: 16,384 bytes each
     assert [cg.evaluate(m.bytes, B=256, D=32, N=1, P=4) for m in rows] == [16_384] * 4
     assert sympy.cancel(cg.matmul_flops(rank) * N * P / cg.matmul_flops(whole)) == 1
     experts = [t for t in rank.params if "experts" in t.name]
     assert [t.shape for t in experts] == [(8 / P, D, 2 * F), (8 / P, F, D)]
 
 
-def test_gradients_of_experts_are_complete_on_their_ranks():
+def test_expert_gradients_are_complete_on_their_ranks():
     rank = cg.shard(mixture(), cg.mesh(dp=N, ep=P, tp=1), PLACES, strict=True)
     reduced = cg.communication(rank).filter(phase="backward", collective="all_reduce")
     assert sorted({m.axis for m in reduced if "experts" in m.scope}) == ["dp"]
@@ -54,15 +54,15 @@ def test_gradients_of_experts_are_complete_on_their_ranks():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_step_with_experts_on_ranks_leaves_the_same_numbers(bias):
+def test_expert_parallel_step_computes_same_values(bias):
     whole = mixture(bias=bias)
     places = {name: text for name, text in PLACES.items() if bias or "bias" not in name}
     rank = cg.shard(whole, cg.mesh(dp=N, ep=P, tp=T), places, strict=True)
     testing.check_sharded(whole, rank, B=8, D=3, F=4, N=2, P=2, T=2)
 
 
-def test_routing_that_is_not_balanced_is_found():
-    """Squares of 0 to 5 modulo 6: 3 for the first pair of experts, 1 for the second and 2 for the third."""
+def test_unbalanced_routing_is_detected():
+    """The squares of 0 to 5 modulo 6 give 3 rows to the first pair of experts, 1 to the second and 2 to the third."""
     whole = mixture()
     rank = cg.shard(whole, cg.mesh(dp=1, ep=P, tp=1), PLACES, strict=True)
     text = r"merge': rank 0 has rows up to 3 for rank 0 of 3 and those before, expected 2: the routing is not balanced"
@@ -71,8 +71,8 @@ def test_routing_that_is_not_balanced_is_found():
 
 
 @pytest.mark.parametrize("checkpoint", [pytest.param(None, marks=pytest.mark.long), cg.every_block()])
-def test_layers_with_routers_leave_the_same_numbers(checkpoint):
-    """Where a token chooses all experts, each rank sends as many rows to each, in an order of its own."""
+def test_routed_layers_compute_same_values(checkpoint):
+    """If tokens choose all experts, ranks send equal numbers of rows to each, in different orders."""
     model = load("mixtral-8x22b", symbolic=True, dtype="fp32")
     whole = cg.training_step(model, optimizer=cg.SGD(), checkpoint=checkpoint)
     places = {"tokens": "(b ep) s", "targets": "(b ep) s", "layers/*/experts/*": "(e ep) d f"}
@@ -85,17 +85,19 @@ def test_layers_with_routers_leave_the_same_numbers(checkpoint):
     testing.check_sharded(whole, rank, **sizes, P=2)
 
 
-def test_experts_are_split_along_one_axis():
+def test_experts_are_sharded_along_one_axis():
     whole = mixture(4, 2, bias=False)
     places = {name: text for name, text in PLACES.items() if "bias" not in name}
-    text = r"experts lie as \(dp ep 4/\(N\*P\)\) _ _, and rows go to the ranks that have theirs: expected one axis of"
+    text = (
+        r"experts are placed as \(dp ep 4/\(N\*P\)\) _ _, but rows are sent to the ranks of their experts; expected one"
+    )
     with pytest.raises(cg.UnsupportedError, match=text):
         cg.shard(whole, cg.mesh(dp=N, ep=P, tp=1), {**places, "experts/gate_up": "(e dp ep) d f"})
 
 
 @pytest.mark.parametrize("routing", ["balanced", "expected"])
-def test_all_ranks_read_as_many_experts_as_one_device(routing):
-    """The mean of the experts that are read is that of all tokens, whichever rank has them."""
+def test_ranks_read_as_many_experts_as_one_device(routing):
+    """The expected number of experts read depends on all tokens, whichever rank holds them."""
     with cg.Graph("routed") as g:
         weights, ids = cg.nn.router(g.input("x", (B, D)), 8, 2)
         g.output(cg.nn.experts(g.tensors[0], weights, ids, 8, F, routing=routing, bias=True))
@@ -113,8 +115,8 @@ def test_all_ranks_read_as_many_experts_as_one_device(routing):
 
 @pytest.mark.parametrize("counts", ["ends", "additions"])
 @pytest.mark.parametrize("ranks", [{"N": 2, "P": 1}, {"N": 2, "P": 2}])
-def test_losses_that_count_rows_sum_over_ranks(counts, ranks):
-    """Fedus et al. 2021 (arXiv 2101.03961), equation 4: rows of an expert by the mean of its scores."""
+def test_load_balancing_losses_are_reduced_over_ranks(counts, ranks):
+    """Fedus et al. 2021 (arXiv 2101.03961), equation 4: rows per expert times the mean of its scores."""
     experts, chosen = 6, 3
     with cg.Graph("balanced") as g:
         x, ids = g.input("x", (B, D)), g.input("ids", (B, chosen), dtype="int64")
@@ -139,20 +141,20 @@ def test_losses_that_count_rows_sum_over_ranks(counts, ranks):
     testing.check_sharded(step, rank, B=8, D=3, F=4, **ranks)
 
 
-def test_tokens_are_whole_where_widths_are_split():
-    """Of a sequence that is split over the axis of tensor parallelism, rows are those of all its parts."""
+def test_tokens_are_gathered_for_sharded_expert_width():
+    """With sequence parallelism over the tensor-parallel axis, rows come from all sequence shards."""
     places = {name: text.replace("dp ep", "ep tp") for name, text in PLACES.items() if "bias" not in name}
     whole = mixture(bias=False)
     rank = cg.shard(whole, cg.mesh(ep=P, tp=T), places, strict=True)
     sent = cg.communication(rank)
     gathered = [m for m in sent if (m.axis, m.phase, m.collective) == ("tp", "forward", "all_gather")]
-    # choices in int64, tokens, and weights by which rows are added up
+    # int64 choices, tokens, and the weights for combining rows
     assert [m.bytes for m in gathered] == [8 * 3 * B / P, 4 * B * D / P]
     assert [m.collective for m in sent if m.axis == "ep"].count("all_to_all") == 5
     testing.check_sharded(whole, rank, B=8, D=3, F=4, P=2, T=2)
 
 
-def test_widths_that_rows_split_are_put_together():
+def test_sharded_token_width_is_gathered():
     with cg.Graph("turned") as g:
         x, ids = g.input("x", (B, D)), g.input("ids", (B, 2), dtype="int64")
         sent = cg.ops.dispatch(ids, 4)
@@ -160,7 +162,7 @@ def test_widths_that_rows_split_are_put_together():
         y = cg.ops.grouped(cg.ops.gather(x, sent.tokens), weights, sent.ends, 2)
         g.output(cg.reduce(cg.ops.gather(y, sent.places), "b k f -> b f", "sum"))
     places = {"x": "(b tp) d", "ids": "(b tp) k", "w": "e (f tp) d"}
-    text = "'grouped': 'rearrange' put together along tp: rows are split along it"
+    text = "'grouped': 'rearrange' is redistributed along tp: rows are sharded along it"
     with pytest.raises(cg.UnsupportedError, match=text):
         cg.shard(g, cg.mesh(tp=T), places, strict=True)
     testing.check_sharded(g, cg.shard(g, cg.mesh(tp=T), places), B=4, D=3, F=4, T=2)
@@ -187,7 +189,7 @@ def step_of(name, optimizer=None, **options):
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-120b", *(pytest.param(n, marks=pytest.mark.long) for n in OTHERS)])
-def test_every_mixture_of_the_zoo_has_its_experts_on_ranks(name):
+def test_zoo_mixtures_support_expert_parallelism(name):
     whole = step_of(name)
     rank = cg.parallelize(whole, dp=N, ep=P, tp=T, strict=True)
     experts = [t for g in rank.bodies() for t in g.params if "experts" in t.name]
@@ -201,14 +203,14 @@ def test_every_mixture_of_the_zoo_has_its_experts_on_ranks(name):
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x22b", *(pytest.param(n, marks=pytest.mark.long) for n in SIZES)])
-def test_a_step_of_a_mixture_leaves_the_same_numbers(name):
+def test_zoo_mixture_step_computes_same_values(name):
     whole = step_of(name)
     rank = cg.parallelize(whole, dp=2, ep=2, tp=2, strict=True)
     testing.check_sharded(whole, rank, **SIZES[name], B=4, S=3)
 
 
 @pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
-def test_zero_splits_what_is_not_of_experts_over_both_axes(stage):
+def test_zero_shards_non_expert_parameters_over_both_axes(stage):
     whole = step_of("mixtral-8x22b", cg.AdamW(implementation="fused"))
     rank = cg.parallelize(whole, dp=2, ep=2, zero=stage, strict=True)
     places = rank.sharding.places
@@ -219,14 +221,14 @@ def test_zero_splits_what_is_not_of_experts_over_both_axes(stage):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*SIZES])
-def test_a_split_sequence_of_a_mixture_leaves_the_same_numbers(name):
+def test_sequence_parallel_mixture_computes_same_values(name):
     whole = step_of(name)
     rank = cg.parallelize(whole, ep=2, tp=2, sequence=True, strict=True)
     assert not [m for m in cg.communication(rank).filter(axis="tp", collective="all_gather") if "down" in m.op]
     testing.check_sharded(whole, rank, **SIZES[name], B=4, S=4)
 
 
-def test_a_model_without_experts_is_refused():
+def test_model_without_experts_is_refused():
     text = "parallelize: ep splits no parameter of graph 'gpt2', expected layers of costgraph.nn or of transformers"
     with pytest.raises(cg.GraphError, match=text):
         cg.parallelize(load("gpt2"), ep=2)
@@ -242,7 +244,7 @@ def gshard(g, x, mask, experts, width):
     return cg.einsum(mask, rows, "g s e c, g e c m -> g s m")
 
 
-def test_products_with_masks_exchange_twice_each_way():
+def test_one_hot_dispatch_exchanges_twice_per_direction():
     groups, tokens, experts, room = 8, 16, 8, 4
     with cg.Graph("gshard") as g:
         x, mask = g.input("x", (groups, tokens, D)), g.input("mask", (groups, tokens, experts, room))
@@ -252,12 +254,12 @@ def test_products_with_masks_exchange_twice_each_way():
     places = {"x": "(g ep) s m", "mask": "(g ep) s e c", "up": "(e ep) m f", "down": "(e ep) f m"}
     rank = cg.shard(step, cg.mesh(ep=P), places, strict=True)
     sent = cg.communication(rank, D=32, F=64, P=4).filter(collective="all_to_all")
-    # torch 2.13.0, the same with DTensor on four ranks of a fake group: two of 8,192 bytes each way
+    # torch 2.13.0, the same with DTensor on four ranks of a fake group: two with 8,192 bytes each way
     assert [(m.phase, m.bytes) for m in sent] == [("forward", 8_192)] * 2 + [("backward", 8_192)] * 2
     testing.check_sharded(step, rank, D=3, F=5, P=4)
 
 
-def test_what_layers_exchange_is_kept_for_the_backward_pass():
+def test_exchanged_tokens_are_saved_for_backward():
     with cg.Graph("gshard") as g:
         mask = g.input("mask", (4, 3, 4, 2))
         x = cg.linear(g.input("x", (4, 3, D)), "g s m -> g s n", n=D, name="in")
@@ -276,7 +278,7 @@ def test_what_layers_exchange_is_kept_for_the_backward_pass():
     [("llama-3-8b", {"tp": 2}), *(("mixtral-8x7b", d) for d in ({"tp": 2}, {"ep": 2}, {"dp": 2, "ep": 2, "tp": 2}))],
     ids=str,
 )
-def test_weights_that_are_quantized_first_lie_as_those_that_are_split_first(name, degrees):
+def test_quantizing_before_or_after_sharding_is_equivalent(name, degrees):
     graph, sizes = cg.decode(load(name)), {"B": 12, "S": 26, "L": 3}
     for how in ({"weights": "int4", "group": 128, "zero": True}, {"weights": "int8"}):
         rank = cg.parallelize(cg.quantize(graph, **how), **degrees, strict=True)
@@ -285,11 +287,11 @@ def test_weights_that_are_quantized_first_lie_as_those_that_are_split_first(name
         assert cg.param_bytes(rank) == cg.param_bytes(other)
         sent = ([(m.collective, m.axis, m.bytes, m.times) for m in cg.communication(r, **sizes)] for r in (rank, other))
         assert next(sent) == next(sent)
-        # where the rows of 8 experts end lies in int32 once more: each rank's own, and what it has from others
+        # int32 end offsets for 8 experts once more: each rank's own, and those received
         assert cg.peak_memory(rank, **sizes) - cg.peak_memory(other, **sizes) in (0, 8 * 4)
 
 
-def test_experts_with_scales_of_groups_leave_the_same_numbers():
+def test_group_scaled_experts_compute_same_values():
     narrow = cg.quantize(load("mixtral-8x7b"), "int4", group=2, zero=True)
     sizes = {"D": 4, "H": 2, "G": 2, "K": 2, "Fe": 4, "E": 4, "k": 2, "V": 6, "B": 4, "S": 3, "L": 2}
     testing.check_sharded(narrow, cg.parallelize(narrow, dp=2, ep=2, tp=2, strict=True), **sizes)

@@ -1,4 +1,4 @@
-"""What may be made of the graph of one rank: it is still one, or what is asked is refused."""
+"""Transforms of per-rank graphs: the result is still a per-rank graph, or the transform is refused."""
 
 import pytest
 from shared import load
@@ -21,7 +21,7 @@ def rank(whole):
     return cg.parallelize(whole, dp=DP, tp=TP, zero=3, strict=True)
 
 
-def test_iterations_lie_as_the_loop_has_them(whole, rank):
+def test_unrolled_iterations_keep_loop_placement(whole, rank):
     apart = cg.unroll(rank, L=2, DP=2)
     assert str(apart.sharding.mesh) == "mesh(dp=2, tp=TP)"
     loop, first = (g.sharding.places[f"layers/mlp/up/weight{end}"] for g, end in ((rank, ""), (apart, ".i0")))
@@ -30,15 +30,15 @@ def test_iterations_lie_as_the_loop_has_them(whole, rank):
     testing.check_sharded(cg.unroll(whole, L=2), apart, **SIZES, S=3, TP=2)
 
 
-def test_fused_ops_lie_as_before(whole, rank):
+def test_fused_ops_keep_placement(whole, rank):
     fused = cg.fuse(rank)
     assert fused.sharding == rank.sharding
     assert len([*fused.walk()]) > len(fused.ops)
     testing.check_sharded(whole, fused, **SIZES, S=3, L=2, DP=2, TP=1)
 
 
-def test_unsharded_parameters_are_in_memory_beside_fused_kernels():
-    """Hooks of fully_shard copy them out of the buffer of an all-gather, outside of compiled code."""
+def test_unsharded_parameters_are_in_memory_outside_fused_kernels():
+    """The fully_shard hooks copy them out of the all-gather buffer, outside compiled code."""
     rank = cg.parallelize(step("llama-2-13b"), dp=2, zero=3)
     fused = {t.name for op in cg.fuse(rank).walk() if not op.graph.fused for t in op.results}
     copied = {t.name for op in rank.walk() if op.name.endswith("/table.all_gather") for t in op.results}
@@ -53,15 +53,17 @@ def test_unsharded_parameters_are_in_memory_beside_fused_kernels():
         ("decode", cg.decode), ("shard", lambda g: cg.shard(g, cg.mesh(dp=2), {})),
     ],
 )  # fmt: skip
-def test_what_ranks_do_together_is_derived_of_all_of_them(place, transform):
+def test_whole_graph_transforms_refuse_per_rank_graphs(place, transform):
     rank = cg.parallelize(load("gpt2"), tp=2)
-    wrong = f"{place}: graph 'gpt2' is that of one rank already, expected one of all devices"
+    wrong = f"{place}: graph 'gpt2' is already the graph of one rank, expected an unsharded graph"
     with pytest.raises(cg.GraphError, match=wrong):
         transform(rank)
 
 
 def towers(place="d (f tp)"):
-    """Four equal blocks in no loop, and the graph of one of two ranks; the last weight may lie elsewhere."""
+    """Return four equal unrolled blocks, and the graph for one of two ranks; the last weight may have another
+    placement.
+    """
     B, D, F = cg.dims("B D F")
     with cg.Graph("towers", dtype="fp32") as g:
         x = g.input("x", (B, D), grad=True)
@@ -75,7 +77,7 @@ def towers(place="d (f tp)"):
     return whole, cg.shard(whole, cg.mesh(tp=2), places)
 
 
-def test_blocks_of_a_rank_are_folded_with_where_they_lie():
+def test_folded_rank_blocks_keep_placement():
     whole, rank = towers()
     folded = cg.fold(rank)
     assert str(folded.sharding.places["h/up"].local((TP, D, F))) == "(TP, D, F/2)"
@@ -83,7 +85,7 @@ def test_blocks_of_a_rank_are_folded_with_where_they_lie():
     testing.check_sharded(cg.fold(whole), folded, L=4, B=3, D=5, F=6)
 
 
-def test_blocks_that_lie_otherwise_are_no_stack():
+def test_blocks_with_different_placement_are_not_folded():
     _, rank = towers("(d tp) f")
     with pytest.raises(cg.GraphError, match="fold of graph 'towers': "):
         cg.fold(rank)

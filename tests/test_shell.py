@@ -1,4 +1,4 @@
-"""What a shell asks of the command line: lists at once, and completions."""
+"""Shell integration: fast lists, and completions."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ COUNTS = json.loads(PARAMETERS.read_text(encoding="utf-8"))
 # -- lists ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_model_is_listed_with_its_sizes():
+def test_list_shows_every_model_with_sizes():
     rows = {name: (count, sizes) for name, count, sizes in published()}
     assert list(rows) == cg.models.names() == sorted(COUNTS)
     assert rows["mlp"][1] == load("mlp").defaults
@@ -34,13 +34,13 @@ def wrong(names):
     return {n: COUNTS[n] for n in names if cg.param_count(load(n)) != COUNTS[n]}
 
 
-def test_kept_counts_are_derived_ones():
+def test_recorded_counts_match_derived_counts():
     assert wrong(cg.models.names()[::23]) == {}
     assert wrong(["mlp"]) == {}
 
 
 @pytest.mark.parametrize("words", [["models"], ["hardware"], ["--help"]])
-def test_a_list_loads_what_it_lists_alone(words):
+def test_lists_import_only_what_they_need(words):
     code = (
         "import sys\nfrom costgraph.cli import main\nassert main(sys.argv[1:]) == 0\n"
         "print(*(m for m in sys.modules if m.startswith('costgraph.')), file=sys.stderr)"
@@ -56,7 +56,7 @@ def test_a_list_loads_what_it_lists_alone(words):
 
 @pytest.fixture
 def completed(capsys, monkeypatch):
-    """What each shell is answered, asked as its own script asks."""
+    """Return the completions that each shell gets through its own script."""
 
     def ask(line, shell="bash"):
         monkeypatch.setenv("_COSTGRAPH_COMPLETE", f"complete_{shell}")
@@ -92,22 +92,22 @@ def beginning(names, start):
         ("costgraph report none-such", []),
     ],
 )
-def test_words_are_completed(completed, line, expected):
+def test_bash_completion(completed, line, expected):
     assert completed(line).split() == expected
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_are_answered_too(completed, shell):
+def test_zsh_and_fish_completion(completed, shell):
     found = completed("costgraph report gpt2-m", shell)
     assert [n for n in cg.models.names() if n in found] == ["gpt2", "gpt2-medium"]
 
 
-def test_completing_a_command_imports_no_command(completed, monkeypatch):
+def test_completion_imports_no_command(completed, monkeypatch):
     monkeypatch.setattr("costgraph.cli.registry.import_module", None)
     assert "report" in completed("costgraph ").split()
 
 
-def test_the_script_of_a_shell_is_shown(capsys, monkeypatch):
+def test_completion_script_is_printed(capsys, monkeypatch):
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     assert cli.main(["--show-completion", "bash"]) == 0
     assert "_COSTGRAPH_COMPLETE=complete_bash" in capsys.readouterr().out

@@ -1,6 +1,6 @@
-"""The site in a browser: the first screen of a phone has the heading, and only tables and code scroll sideways.
+"""The site in a browser: the heading fits a phone's first screen, and only tables and code scroll sideways.
 
-Where `COSTGRAPH_SITE` names the folder of a site that is built, that one is looked at; else it is built here.
+If `COSTGRAPH_SITE` names the folder of a built site, the tests use it; otherwise they build one.
 """
 
 import os
@@ -25,14 +25,14 @@ pytestmark = [
     ),
 ]
 PAGES = sorted(str(p.relative_to(DOCS).with_suffix(".html")) for p in DOCS.rglob("*.md") if "_build" not in p.parts)
-#: Elements of the page that reach over the right edge, but those within what scrolls by itself.
+#: Elements that extend past the right edge of the page, except inside scrollable elements.
 WIDE = """() => [...document.querySelectorAll("article *")].filter(e => {
     if (e.getBoundingClientRect().right <= innerWidth + 1) return false;
     for (let at = e.parentElement; at; at = at.parentElement)
         if (["auto", "scroll", "hidden"].includes(getComputedStyle(at).overflowX) && at !== document.body) return false;
     return true;
 }).map(e => e.outerHTML.slice(0, 99))"""
-#: Elements that scroll sideways by themselves.
+#: Elements that scroll sideways.
 SCROLLS = """() => [...document.querySelectorAll("article *")].filter(
     e => e.scrollWidth > e.clientWidth + 1 && ["auto", "scroll"].includes(getComputedStyle(e).overflowX)
 ).map(e => e.tagName + "." + e.className)"""
@@ -65,7 +65,7 @@ def phone(browser):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_phone_shows_the_heading_and_nothing_scrolls_sideways(name, site, phone):
+def test_phone_shows_heading_without_sideways_scrolling(name, site, phone):
     phone.goto((site / name).as_uri())
     heading = phone.locator("article h1").first.bounding_box()
     assert 0 <= heading["y"] < heading["y"] + heading["height"] <= 844
@@ -75,7 +75,7 @@ def test_a_phone_shows_the_heading_and_nothing_scrolls_sideways(name, site, phon
     assert [e for e in phone.evaluate(SCROLLS) if not e.startswith(allowed)] == []
 
 
-def test_the_first_screen_has_a_command_its_figures_with_units_and_a_formula(site, browser):
+def test_first_screen_shows_command_figures_and_formula(site, browser):
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     page.goto((site / "index.html").as_uri())
     blocks = page.locator("article pre")
@@ -93,7 +93,7 @@ def test_the_first_screen_has_a_command_its_figures_with_units_and_a_formula(sit
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_the_live_page_moves(width, site, browser):
+def test_live_page_reacts_to_input(width, site, browser):
     page = browser.new_page(viewport={"width": width, "height": 844})
     said = []
     page.on("pageerror", lambda error: said.append(str(error)))
@@ -113,7 +113,7 @@ def test_the_live_page_moves(width, site, browser):
     page.close()
 
 
-def test_a_dark_room_has_a_dark_site_and_code_is_copied(site, browser):
+def test_dark_mode_and_code_copying(site, browser):
     page = browser.new_page(color_scheme="dark")
     page.goto((site / "howto" / "new_architecture.html").as_uri())
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -122,7 +122,7 @@ def test_a_dark_room_has_a_dark_site_and_code_is_copied(site, browser):
     page.close()
 
 
-def test_signatures_link_their_types_and_their_source(site, browser):
+def test_signatures_link_types_and_source(site, browser):
     page = browser.new_page()
     page.goto((site / "reference" / "generated" / "costgraph.roofline.html").as_uri())
     assert page.locator('dt.sig a[href*="_modules/costgraph"]').count() > 0

@@ -1,4 +1,4 @@
-"""A size is a whole number once bound, whatever it is made of; a stated amount is not negative."""
+"""Sizes are integers once bound, whatever they are made from; stated amounts are nonnegative."""
 
 import pickle
 import subprocess
@@ -37,20 +37,20 @@ from costgraph.ir.graph import (
 B, S, N, L = cg.dims("B S N L")
 
 
-def test_a_root_is_a_size_where_it_is_whole():
+def test_integer_roots_are_sizes():
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (sympy.sqrt(N) - 1,))))
     assert cg.flops(g, N=9) == 2
     with pytest.raises(
         BindingError,
-        match=r"N=2: axis 0 of 'x' has size sqrt\(N\) - 1 = -1 \+ sqrt\(2\), expected a positive whole number",
+        match=r"N=2: axis 0 of 'x' has size sqrt\(N\) - 1 = -1 \+ sqrt\(2\), expected a positive integer",
     ):
         cg.flops(g, N=2)
     with pytest.raises(BindingError, match=r"N=1: axis 0 of 'x' has size sqrt\(N\) - 1 = 0, expected a positive"):
         cg.flops(g, N=1)
 
 
-def test_sizes_inside_an_op_are_looked_at_too():
+def test_sizes_inside_an_op_are_checked():
     with cg.Graph("g") as g:
         g.output(cg.rearrange(g.input("x", (N,)), "(h w) -> (w h)", h=sympy.sqrt(N)))
     assert cg.bytes_moved(g, N=9) == 72  # one read, one write
@@ -58,7 +58,7 @@ def test_sizes_inside_an_op_are_looked_at_too():
         cg.bytes_moved(g, N=10)
 
 
-def test_stated_amounts_are_not_negative_once_bound():
+def test_negative_stated_amounts_are_refused_at_binding():
     with cg.Graph("g") as g:
         y = cg.opaque("fft", [g.input("x", (B,))], (B,), flops=B - 100, reads=[B * S - 100])
         with cg.kernel("own", workspace=S - 7):
@@ -74,7 +74,7 @@ def test_stated_amounts_are_not_negative_once_bound():
                 question(g, **sizes)
 
 
-def test_conditions_are_what_binding_can_break():
+def test_conditions_list_what_binding_can_violate():
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, N / 4))
         g.output(cg.ops.slice_axis(x, 1, 0, S - 5))
@@ -90,7 +90,7 @@ TILE = poly(N - 6)
 
 @dataclass(frozen=True, kw_only=True)
 class Tiled(OpKind):
-    """A kind of one's own, with formulas in fields of all makes."""
+    """A user-defined kind with formulas in fields of all types."""
 
     name = "tiled"
     tile: Size = ONE
@@ -112,11 +112,11 @@ class Tiled(OpKind):
 @each(
     ("facts", "text"),
     [
-        ({"tile": TILE}, "tile of 'tiled' has size N - 6 = 0, expected a positive whole number"),
-        ({"last_tile": TILE}, "last tile of 'tiled' has size N - 6 = 0, expected a positive whole number"),
-        ({"each": (poly(N), TILE)}, "each of 'tiled' has size N - 6 = 0, expected a positive whole number"),
-        ({"sides": (poly(N), TILE)}, "sides of 'tiled' has size N - 6 = 0, expected a positive whole number"),
-        ({"by_axis": {"h": TILE}}, "by axis of 'tiled' has size N - 6 = 0, expected a positive whole number"),
+        ({"tile": TILE}, "tile of 'tiled' has size N - 6 = 0, expected a positive integer"),
+        ({"last_tile": TILE}, "last tile of 'tiled' has size N - 6 = 0, expected a positive integer"),
+        ({"each": (poly(N), TILE)}, "each of 'tiled' has size N - 6 = 0, expected a positive integer"),
+        ({"sides": (poly(N), TILE)}, "sides of 'tiled' has size N - 6 = 0, expected a positive integer"),
+        ({"by_axis": {"h": TILE}}, "by axis of 'tiled' has size N - 6 = 0, expected a positive integer"),
         ({"spare_bytes": TILE - 1}, "spare bytes of 'tiled' is N - 7 = -1, expected an amount that is not negative"),
         ({"by_unit": {"a": TILE - 1}}, "by unit of 'tiled' is N - 7 = -1, expected an amount that is not negative"),
         (
@@ -125,7 +125,7 @@ class Tiled(OpKind):
         ),
     ],
 )
-def test_formulas_in_a_kind_of_ones_own_are_looked_at(facts, text):
+def test_formulas_in_user_defined_kinds_are_checked(facts, text):
     with cg.Graph("g") as g:
         g.output(*apply(Tiled(**facts), [g.input("x", (N,))], "tiled"))
     assert cg.peak_memory(g, N=8) > 0
@@ -134,21 +134,21 @@ def test_formulas_in_a_kind_of_ones_own_are_looked_at(facts, text):
     assert str(caught.value) == f"N=6: {text}"
 
 
-def test_fields_that_ask_nothing_are_not_looked_at():
+def test_unchecked_fields_add_no_conditions():
     with cg.Graph("g") as g:
         g.output(*apply(Tiled(length=poly(N), plain=TILE, mixed=(TILE, TILE)), [g.input("x", (N,))], "tiled"))
     assert conditions(g) == ()
 
 
-# -- sizes of any make -------------------------------------------------------------------------------------------------
+# -- sizes of all forms ------------------------------------------------------------------------------------------------
 
 
 class _Unknown:
-    """What is no rational number: an oracle's answer for roots that do not come out, logarithms and constants."""
+    """Marks a non-rational value: the oracle's answer for inexact roots, logarithms and constants."""
 
 
 def _root(value, degree):
-    """The exact root of a Fraction, by integers alone."""
+    """Return the exact root of a Fraction in integer arithmetic."""
     if value < 0:
         return _Unknown
     parts = []
@@ -189,7 +189,7 @@ LEAVES = [
 
 @st.composite
 def formulas(draw):
-    """A formula with its exact value at a point: a leaf, times and plus a rational number."""
+    """Draw a formula with its exact value at a point: a leaf, scaled and shifted by rational numbers."""
     leaf, value = draw(st.sampled_from(LEAVES))
     times = draw(st.sampled_from([Fraction(1), Fraction(2), Fraction(1, 2), Fraction(-1)]))
     plus = draw(st.sampled_from([0, 1, -1, -10, Fraction(1, 2)]))
@@ -206,7 +206,7 @@ def _attended(g, n):
     return cg.attention(q, q, q, causal=True, window=n)
 
 
-#: Ways to give a size: what declares a graph with it, and the FLOPs of that, None where they are no multiple of it.
+#: Functions that declare a graph with a size, and its FLOPs per unit of size, or None if they are not proportional.
 DOORS = {
     "input": (lambda g, n: cg.relu(g.input("x", (n,))), 1),
     "param": (lambda g, n: cg.relu(g.param("x", (3, n))), 3),
@@ -272,13 +272,13 @@ def test_a_stated_amount_is_not_negative_or_refused(formula, what, n, s):
 
 @each("size", [sympy.sin(B), sympy.log(2 * S), sympy.pi, sympy.Derivative(sympy.Function("f")(B), B)])
 @each("door", sorted(DOORS))
-def test_what_can_never_be_a_size_is_refused_at_once(door, size):
-    if door != "start":  # a place on an axis is looked at when it is bound
+def test_impossible_sizes_are_refused_immediately(door, size):
+    if door != "start":  # positions on an axis are checked at binding
         with pytest.raises(ShapeError, match="expected"), cg.Graph("g") as g:
             DOORS[door][0](g, size)
 
 
-def test_layers_refuse_what_can_never_be_a_size():
+def test_layers_refuse_impossible_sizes():
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, 8))
         for size in (sympy.sin(B), sympy.log(2 * S)):
@@ -293,7 +293,7 @@ def test_layers_refuse_what_can_never_be_a_size():
                     call(size)
 
 
-def test_every_root_of_the_layers_is_checkpointed_where_there_is_one():
+def test_sqrt_checkpointing_needs_integer_root_of_depth():
     with cg.Graph("g") as g:
         x = g.input("x", (B, 4))
         g.output(cg.reduce(cg.repeat(L, lambda y: cg.relu(cg.linear(y, "b d -> b e", e=4)), x), "b d -> ", "sum"))
@@ -303,7 +303,7 @@ def test_every_root_of_the_layers_is_checkpointed_where_there_is_one():
         cg.flops(by_root, L=3, B=2)
 
 
-def test_a_size_in_a_file_is_whole_or_refused(tmp_path):
+def test_non_integer_sizes_in_files_are_refused(tmp_path):
     path = tmp_path / "g.json"
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (2 ** (B / 3), sympy.sqrt(S)))))
@@ -315,7 +315,7 @@ def test_a_size_in_a_file_is_whole_or_refused(tmp_path):
         cg.flops(again, B=4, S=9)
 
 
-def test_the_largest_power_is_a_size_and_the_next_names_its_reason():
+def test_largest_power_is_accepted_and_next_is_refused():
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (B**1024,))))
         with pytest.raises(ShapeError, match=r"input 'y': B\*\*1025: expected an exponent within 1024"):
@@ -336,16 +336,16 @@ def test_atoms_of_graphs_that_are_gone_are_gone(monkeypatch):
         return cg.flops(g)
 
     declare(0)
-    monkeypatch.setattr(polynomial, "_limit", len(polynomial._by_expr) + 50)  # thousands would take too long here
+    monkeypatch.setattr(polynomial, "_limit", len(polynomial._by_expr) + 50)  # the real limit takes too long
     monkeypatch.setattr(polynomial, "_FEWEST", 50)
     before = len(polynomial._by_expr)
     for i in range(many := examples(100)):
         formula = declare(i)
-    assert len(polynomial._by_expr) < 2 * before + 100  # a graph has five
+    assert len(polynomial._by_expr) < 2 * before + 100  # one graph creates five atoms
     assert poly(formula).expr == formula == declare(many - 1)
 
 
-def test_roots_have_one_form():
+def test_roots_are_canonical():
     root = poly(sympy.sqrt(N))
     assert root * root == poly(N)
     assert poly(N) / root == root
@@ -353,7 +353,7 @@ def test_roots_have_one_form():
     assert poly(N ** sympy.Rational(5, 3)) == poly(N) * poly(N ** sympy.Rational(2, 3))
 
 
-def test_formulas_with_atoms_are_read_in_another_process():
+def test_formulas_with_atoms_unpickle_in_another_process():
     p = poly(sympy.sqrt(N) * S + sympy.floor(N / 2) / S)
     code = (
         "import pickle, sys; p = pickle.load(sys.stdin.buffer); print(p, p == type(p)(p.terms), hash(p) == hash(p + 0))"
@@ -363,7 +363,7 @@ def test_formulas_with_atoms_are_read_in_another_process():
     assert pickle.loads(pickle.dumps(p)) == p
 
 
-def test_assumptions_with_roots_hold_where_they_are_true():
+def test_assumptions_with_roots_are_evaluated():
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (B, L, N))))
         g.assume("B <= sqrt(N)", "L == sqrt(S)")
@@ -376,7 +376,7 @@ def test_assumptions_with_roots_hold_where_they_are_true():
         g.assume("K == sqrt(2)")
 
 
-def test_equal_atoms_of_several_threads_are_one():
+def test_equal_atoms_from_threads_are_identical():
     def make(i):
         return [poly(sympy.floor(S / (n + 1000))) * poly(sympy.sqrt(N + n)) for n in range(50)]
 

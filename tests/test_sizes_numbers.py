@@ -1,4 +1,4 @@
-"""Sizes are numbers in arithmetic: what `x * D**-0.5` costs, computes, and how it is kept."""
+"""Sizes as scalar operands: costs, values and serialization of ops such as `x * D**-0.5`."""
 
 import math
 
@@ -16,7 +16,7 @@ from costgraph.testing import check_training, run
 
 B, S, D, H, K = cg.dims("B S D H K")
 
-#: A formula and what Python makes of it.
+#: A formula and its value in Python.
 NUMBERS = [
     (S, lambda s, d: s),
     (S - 5, lambda s, d: s - 5),
@@ -50,7 +50,7 @@ OPERATIONS = [
 @given(st.sampled_from(NUMBERS), st.sampled_from(OPERATIONS), st.integers(1, 9), st.integers(1, 9), st.booleans())
 def test_a_size_is_a_number(number, operation, s, d, whole):
     (formula, exact), (apply, oracle) = number, operation
-    assume(exact(s, d) != 0)  # by which NumPy warns of dividing
+    assume(exact(s, d) != 0)  # NumPy warns about division by zero
     values = np.arange(1, s * d + 1).reshape(s, d)
     graphs = []
     for n in (formula, exact(s, d)):
@@ -60,13 +60,13 @@ def test_a_size_is_a_number(number, operation, s, d, whole):
     ours, plain = graphs
     sizes = {"S": s, "D": d}
     for question in (cg.flops, cg.bytes_moved, cg.peak_memory):
-        if plain.outputs[0].dtype == ours.outputs[0].dtype:  # Python's 4/2 is a float, as D/S is for every D and S
+        if plain.outputs[0].dtype == ours.outputs[0].dtype:  # in Python 4/2 is a float, and so is D/S for any D and S
             assert question(ours, **sizes) == question(plain, **sizes)
             assert question(ours) == question(plain)
     if not whole:
-        made = run(ours, {"x": values.astype(float)}, **sizes)
+        result = run(ours, {"x": values.astype(float)}, **sizes)
         expected = oracle(values.astype(float), exact(s, d))
-        np.testing.assert_allclose(made.outputs[0], expected, rtol=1e-12, atol=1e-12)  # n - x may cancel
+        np.testing.assert_allclose(result.outputs[0], expected, rtol=1e-12, atol=1e-12)  # n - x may cancel
 
 
 def by_hand(scale):
@@ -77,7 +77,7 @@ def by_hand(scale):
     return g
 
 
-def test_attention_by_hand_costs_what_a_number_costs_and_is_kept(tmp_path):
+def test_size_scaled_attention_costs_as_scalar_and_is_saved(tmp_path):
     g, plain = by_hand(K**-0.5), by_hand(0.125)
     for question in (cg.flops, cg.bytes_moved, cg.peak_memory):
         assert question(g) == question(plain)
@@ -90,7 +90,7 @@ def test_attention_by_hand_costs_what_a_number_costs_and_is_kept(tmp_path):
 
 
 @each("wrong", [sympy.sin(S), sympy.Symbol("S"), sympy.I * S, sympy.oo, sympy.nan, S < 3, "S", None])
-def test_what_is_no_number_of_sizes(wrong):
+def test_invalid_size_operands_are_refused(wrong):
     with cg.Graph("g") as g:
         x = g.input("x", (S, D))
         with pytest.raises(CostGraphError, match=r"mul: .*expected") as caught:
@@ -98,15 +98,15 @@ def test_what_is_no_number_of_sizes(wrong):
     assert str(wrong)[:20] in str(caught.value)
 
 
-def test_a_division_by_zero_is_refused_where_it_is_known():
+def test_known_division_by_zero_is_refused():
     with cg.Graph("g") as g:
         g.output(g.input("x", (S, D)) / (S - 5))
         with pytest.raises(ShapeError, match=r"mul: number 1/.*expected a base that is not zero"):
             g.input("y", (S,)) * (1 / sympy.Add(S, -S, evaluate=False))
-    assert cg.flops(g, S=5, D=1) == 5  # what it costs does not depend on it
+    assert cg.flops(g, S=5, D=1) == 5  # the cost does not depend on it
 
 
-def test_gradients_with_sizes_in_them():
+def test_gradients_with_size_operands():
     with cg.Graph("g") as g:
         x = g.input("x", (D,), "fp64", grad=True)
         y = (x * D**-0.5) ** S + cg.ops.pointwise("pow", S + 1, x) / (D / 2)

@@ -1,4 +1,4 @@
-"""Windows over axes of sizes such as D/H: a size is whole, so that what is not rounded keeps its form."""
+"""Windows over axes such as D/H: sizes are integers, so rounding can be dropped where it has no effect."""
 
 from fractions import Fraction
 
@@ -17,13 +17,13 @@ SIZES = [D / H, 2 * D / H, D / H + 1, 3 * D / (2 * H), D * C / H - 1, D]
 
 
 def windows(n, window, stride, padding, dilation):
-    """torch's formula for Conv2d."""
+    """Return the output length from torch's Conv2d formula."""
     return (n + 2 * padding - dilation * (window - 1) - 1) // stride + 1
 
 
 @st.composite
 def slid(draw, depth=3):
-    """A few convolutions and poolings: what each does to a tensor, and to a number of positions."""
+    """Draw a few convolutions and poolings, as functions on tensors and on lengths."""
     steps = []
     for _ in range(draw(st.integers(1, depth))):
         window, stride, dilation = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
@@ -54,7 +54,7 @@ def test_windows_over_quotients_are_torchs_when_bound(size, steps, quotient, h):
         for step, _ in steps:
             made.append(step(made[-1]))
             if [windows(n, *steps[len(made) - 2][1]) - n for n in range(20, 26)] == [0] * 6:
-                made[-1] = made[-1] + made[-2]  # what keeps every length can be added
+                made[-1] = made[-1] + made[-2]  # same-length results can be added
         g.output(made[-1])
     sizes = [t.sizes[-1].bind({k: poly(v) for k, v in point.items()}).constant for t in made]
     assert sizes == lengths
@@ -62,7 +62,7 @@ def test_windows_over_quotients_are_torchs_when_bound(size, steps, quotient, h):
 
 
 @each("size", SIZES)
-def test_a_window_of_one_keeps_the_size(size):
+def test_window_of_one_keeps_size(size):
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, size))
         y = cg.conv(x, "b c l -> b o l", window=1, o=C) + x
@@ -71,7 +71,7 @@ def test_a_window_of_one_keeps_the_size(size):
     assert y.sizes == x.sizes == z.sizes
 
 
-def test_what_is_halved_again_is_the_size_that_the_graph_has():
+def test_halving_a_known_even_axis_gives_existing_size():
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, D / H))
         up = cg.nn.upsample(x, 2)
@@ -84,17 +84,17 @@ def test_what_is_halved_again_is_the_size_that_the_graph_has():
         cg.flops(g, D=9, H=2)
 
 
-def test_halves_of_what_need_not_be_even_are_not_taken_for_equal():
+def test_halves_of_possibly_odd_sizes_stay_distinct():
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, 2 * D / H))
         down = cg.nn.pool(x, "max", window=2)
         with pytest.raises(cg.ShapeError, match="expected equal"):
             cg.nn.upsample(down, 2) + x
-        g.input("y", (D / H,))  # now it is known to be
+        g.input("y", (D / H,))  # now it is known to be even
         g.output(cg.nn.upsample(down, 2) + x)
 
 
-def test_patches_and_splits_of_quotients():
+def test_patches_and_splits_of_quotient_sizes():
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, D / H, D / H))
         y = cg.conv(x, "b c h w -> b o h w", window=3, padding=1, o=C) + x

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: what they do together, what each holds, and what it sends."""
+"""Pipeline stages: their total cost, their memory, and the messages between them."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -29,7 +29,7 @@ SIZES = {"B": 2, "S": 64, "D": 64, "F": 128, "H": 4, "K": 16, "V": 256, "L": 16}
 
 
 def norm(x, name):
-    """As torch has it on a CPU: an op each."""
+    """Normalize as torch does on a CPU, one op per step."""
     scale = cg.ops.pointwise("rsqrt", cg.reduce(x * x, "b s d -> b s 1", "mean") + 1e-5)
     return x * scale * current_graph().param(name, (x.shape[-1],))
 
@@ -58,7 +58,7 @@ def llama(layers=None):
 
 
 def tied():
-    """A table that both ends read."""
+    """Return a model whose embedding and head share one table."""
     B, S, D, V, L = cg.dims("B S D V L")
     with cg.Graph("tied") as g:
         table = g.param("table", (V, D))
@@ -85,25 +85,25 @@ def cut(graph, pp=P, m=M, optimizer=None, **degrees):
 
 
 def together(stages, ask):
-    """Add up an answer of all stages, P of them."""
+    """Sum an answer over all P stages."""
     first, middle, last = map(ask, stages)
     return first + (P - 2) * middle + last
 
 
 @pytest.mark.parametrize("optimizer", [cg.SGD(), cg.AdamW()], ids=["sgd", "adamw"])
-def test_stages_do_together_what_the_step_does(optimizer):
+def test_stage_costs_add_up_to_the_whole_step(optimizer):
     whole, s = cut(llama(), optimizer=optimizer)
     for ask in (cg.flops, cg.param_count, cg.param_bytes):
         assert sympy.expand(together(s.stages, ask) - ask(whole)) == 0, ask
     assert [len(g.outputs) for g in s.stages] == [0, 0, 1]
 
 
-def test_layers_of_another_kind_before_them_are_of_the_first_stage():
-    """The first layers of DeepSeek are dense; of all it has as many as other stages have."""
+def test_leading_dense_layers_belong_to_first_stage():
+    """The leading dense layers of DeepSeek belong to the first stage, which has as many layers as any other."""
     whole, s = cut(load("deepseek-v2", symbolic=True))
     for ask in (cg.matmul_flops, cg.param_count):
         assert sympy.expand(together(s.stages, ask) - ask(whole)) == 0, ask
-    S, Kr = cg.dims("S Kr")  # angles of positions are made on each stage
+    S, Kr = cg.dims("S Kr")  # each stage builds the rotary angles
     assert sympy.expand(together(s.stages, cg.flops) - cg.flops(whole) - (P - 1) * M * 3 * S * Kr / 2) == 0
     L, Ld = cg.dims("L Ld")
     first, middle, _ = (cg.param_count(g) for g in s.stages)
@@ -112,7 +112,7 @@ def test_layers_of_another_kind_before_them_are_of_the_first_stage():
     assert Ld not in middle.free_symbols
 
 
-def test_tables_of_both_ends_are_on_both_and_their_gradients_are_added_up():
+def test_tied_table_is_on_both_ends_and_gradients_are_summed():
     D, V = cg.dims("D V")
     whole, s = cut(load("gpt2", symbolic=True, dtype="fp32"))
     assert sympy.expand(together(s.stages, cg.param_count) - cg.param_count(whole)) == D * V
@@ -123,10 +123,12 @@ def test_tables_of_both_ends_are_on_both_and_their_gradients_are_added_up():
 
 
 @pytest.mark.parametrize(
-    "split", [{"zero": 1, "system": "megatron"}, {"zero": 2, "reduce_each": False}], ids=["megatron", "torch"]
+    "split",
+    [{"zero": 1, "system": "megatron"}, {"zero": 2, "reduce_every_microbatch": False}],
+    ids=["megatron", "torch"],
 )
-def test_gradients_of_which_each_rank_has_a_part_are_added_up_by_parts(split):
-    """In the buffers of Megatron they stay from step to step, and are set to zero behind the updates that read them."""
+def test_sharded_tied_gradients_are_summed_shard_by_shard(split):
+    """Megatron's gradient buffers persist between steps and are zeroed after the updates that read them."""
     D, V = cg.dims("D V")
     step = cg.training_step(tied(), optimizer=cg.SGD(), precision="megatron-bf16", accumulate=3)
     for g in cg.parallelize(step, pp=2, micro_batches=3, dp=7, **split).stages:
@@ -135,10 +137,12 @@ def test_gradients_of_which_each_rank_has_a_part_are_added_up_by_parts(split):
         (op,) = (op for op in g.ops if op.name.endswith(".all_reduce") and op.kind.axis == "pp")
         (part,) = op.operands
         assert part.producer.name == "table.grad.reduce_scatter"
-        assert [o.phase for o in g.successors(op.results[0])] == ["optimizer"] * 2  # the update, and what zeroes it
+        assert [o.phase for o in g.successors(op.results[0])] == [
+            "optimizer"
+        ] * 2  # the update, and the op that zeroes the buffer
 
 
-def test_degrees_go_with_stages():
+def test_stages_combine_with_parallelism_degrees():
     N = cg.dims("N")
     whole, s = cut(llama(), dp=N)
     for g in s.stages:
@@ -146,47 +150,45 @@ def test_degrees_go_with_stages():
     assert sympy.expand(together(s.stages, cg.matmul_flops) * N - cg.matmul_flops(whole)) == 0
 
 
-def test_numbers_of_layers_that_stages_do_not_divide_are_refused_where_they_are_bound():
+def test_depth_not_divisible_by_stages_is_refused_at_binding():
     _, s = cut(llama(), 3, 3)
     with pytest.raises(cg.BindingError):
         cg.flops(s.stages[1], **{name: n for name, n in SIZES.items() if name != "V"})
 
 
-def test_what_is_not_cut_is_refused():
+def test_graphs_that_cannot_be_staged_are_refused():
     whole = training_step(llama(), optimizer=SGD, accumulate=4)
-    with pytest.raises(cg.GraphError, match=r"2 micro_batches of graph 'llama', which has 4, expected as many"):
+    with pytest.raises(cg.GraphError, match=r"micro_batches is 2, but graph 'llama' has 4; expected a step"):
         cg.parallelize(whole, pp=2, micro_batches=2)
     with pytest.raises(cg.GraphError, match="parallelize: schedule 'zbw', expected one of gpipe, 1f1b"):
         cg.parallelize(whole, pp=2, micro_batches=4, schedule="zbw")
-    with pytest.raises(cg.BindingError, match="schedule '1f1b': virtual stages of a rank beyond 1"):
-        cg.parallelize(whole, pp=2, micro_batches=4, virtual=2)
-    with pytest.raises(cg.UnsupportedError, match="micro_batches is 4 of one stage, expected 1: a step accumulates"):
+    with pytest.raises(cg.BindingError, match="schedule '1f1b': virtual stages per rank beyond 1"):
+        cg.parallelize(whole, pp=2, micro_batches=4, virtual_stages=2)
+    with pytest.raises(cg.UnsupportedError, match="micro_batches is 4 with one pipeline stage, expected 1"):
         cg.parallelize(whole, micro_batches=4)
     with cg.Graph("flat") as flat:
         flat.output(cg.linear(flat.input("x", cg.dims("B D")), "b d -> b e", e=3))
     with pytest.raises(
-        cg.UnsupportedError, match="which has 0 loops with carries, expected loops over layers, in a step"
+        cg.UnsupportedError, match="graph 'flat' has 0 loops with carries; expected loops over layers, each"
     ):
         cg.parallelize(flat, pp=2)
-    with pytest.raises(
-        cg.UnsupportedError, match="pp of L \\+ 2 layers, expected a number of layers that is one symbol"
-    ):
+    with pytest.raises(cg.UnsupportedError, match="the number of layers is L \\+ 2, expected a single symbol"):
         cg.parallelize(cg.training_step(two_kinds()), pp=2)
-    with pytest.raises(cg.UnsupportedError, match="pp of 4 layers, expected a number of layers that is one symbol"):
+    with pytest.raises(cg.UnsupportedError, match="the number of layers is 4, expected a single symbol"):
         cg.parallelize(cg.training_step(llama(4)), pp=2)
 
 
-def test_stages_send_what_the_schedule_says():
+def test_stage_sends_follow_schedule():
     _, s = cut(llama(), 4)
     B, S, D = cg.dims("B S D")
     for g, rank in zip(s.stages, (0, 1, 3), strict=True):
         rows = [m for m in cg.communication(g) if m.collective == "send"]
         assert sum(m.times for m in rows) == cg.plan.sends("1f1b", 4, M, 1, rank)
         assert {(m.axis, m.bytes) for m in rows} == {("pp", 4 * B * S * D)}
-    assert 4 * SIZES["B"] * SIZES["S"] * SIZES["D"] == 32_768  # what gloo has sent
+    assert 4 * SIZES["B"] * SIZES["S"] * SIZES["D"] == 32_768  # bytes sent by gloo
 
 
-def test_questions_of_the_whole_are_those_of_the_largest_stage():
+def test_whole_pipeline_answers_are_maxima_over_stages():
     _, s = cut(llama(), 4)
     sizes = {**SIZES, "M": 8}
     own = [{k: n for k, n in sizes.items() if k != "V" or g is not s.stages[1]} for g in s.stages]
@@ -194,12 +196,12 @@ def test_questions_of_the_whole_are_those_of_the_largest_stage():
         assert ask(s, **sizes) == max(ask(g, **kept) for g, kept in zip(s.stages, own, strict=True))
         assert cg.evaluate(ask(s), **sizes) == ask(s, **sizes)
         assert type(ask(s, **sizes)) is int
-    with pytest.raises(cg.BindingError, match=r"'Q' is no dimension of graph 'llama\.first'"):
+    with pytest.raises(cg.BindingError, match=r"'Q' is not a dimension of graph 'llama\.first'"):
         cg.flops(s, Q=1)
 
 
 def played(s, schedule, m, sizes):
-    """Return how long the events of a pipeline take, with times of stages that are summed up from their rows."""
+    """Return the makespan of a simulated pipeline, with stage times summed from their rows."""
     own = [{k: n for k, n in sizes.items() if k != "V" or "middle" not in g.name} for g in s.stages]
     ranks = [0, 1, 1, 2]
     times, sends, once = [], [], []
@@ -219,7 +221,7 @@ def played(s, schedule, m, sizes):
 
 @pytest.mark.parametrize("m", in_part([1, 3, 4, 11], 0, 2))
 @pytest.mark.parametrize(("schedule", "most"), [("gpipe", 1), ("1f1b", 1.07)])
-def test_time_of_a_step_is_that_of_the_events(schedule, most, m):
+def test_step_time_matches_simulated_events(schedule, most, m):
     _, s = cut(llama(), 4, schedule=schedule)
     sizes = {**SIZES, "M": m, "S": 1021, "V": 32003}
     events, found = played(s, schedule, m, sizes), cg.seconds(s, "h100-sxm", **sizes)
@@ -228,7 +230,7 @@ def test_time_of_a_step_is_that_of_the_events(schedule, most, m):
     left = {k: n for k, n in sizes.items() if k not in ("M", "B")}
     formula = cg.seconds(s, "h100-sxm", **left)
     if schedule == "1f1b" and m < 8:
-        with pytest.raises(cg.BindingError, match="micro-batches beyond two for each stage, from which on the time"):
+        with pytest.raises(cg.BindingError, match="micro-batches beyond two per stage"):
             cg.evaluate(formula, M=m, B=2)
     else:
         assert float(cg.evaluate(formula, M=m, B=2)) == pytest.approx(found, rel=1e-12)
@@ -238,9 +240,9 @@ def test_time_of_a_step_is_that_of_the_events(schedule, most, m):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_stages_that_are_alike_take_exactly_what_the_events_do(schedule):
+def test_equal_stages_take_exactly_the_simulated_time(schedule):
     g = cg.parallelize(cut(llama(), 4)[0], pp=4, micro_batches=M, schedule=schedule).stages[1]
-    # fewer micro-batches than stages, as many, one more, and so many that some are in flight until the end
+    # fewer micro-batches than stages, as many, one more, and enough to fill the pipeline
     for p, m in ((2, 1), (2, 3), (2, 8), (3, 2), (3, 3), (5, 1), (5, 6), (5, 17)):
         g.cache.clear()
         g.waiting = replace(g.waiting, stages=poly(p), alike=poly(p), ranks=((poly(0), poly(p - 1)),))
@@ -257,8 +259,8 @@ def test_stages_that_are_alike_take_exactly_what_the_events_do(schedule):
 
 
 @pytest.mark.parametrize(("schedule", "overlap"), in_part(product(["gpipe", "1f1b"], ["streams", "ideal"]), 0, 3))
-def test_stages_whose_collectives_overlap_take_what_the_events_of_shorter_passes_do(schedule, overlap):
-    """Each device has its own streams: what it takes with them by itself is shared out over its passes."""
+def test_overlapped_collectives_take_simulated_time_of_shorter_passes(schedule, overlap):
+    """Each device has its own streams; time exposed on them is spread over its passes."""
     _, s = cut(llama(), 4, schedule=schedule, dp=2)
     sizes = {**SIZES, "M": 8, "S": 1021, "V": 32003}
     found, whole = cg.seconds(s, "h100-sxm", overlap=overlap, **sizes), cg.seconds(s, "h100-sxm", **sizes)
@@ -282,11 +284,11 @@ def test_stages_whose_collectives_overlap_take_what_the_events_of_shorter_passes
         g, hardware="h100-sxm", **{name: n for name, n in sizes.items() if name in known_names(g)}
     ).rows if r.collective == "send"]  # fmt: skip
     waits = 2 * 3 if schedule == "gpipe" else 2 * (11 - 3)
-    # a stage by itself has what it sends overlap as well, which a pipeline waits for
+    # a single stage also overlaps its sends, but a pipeline waits for them
     assert events + waits * max(sends) <= found == pytest.approx(events + waits * max(sends), rel=1e-3)
 
 
-def test_time_of_stages_is_refused_where_it_is_not_known():
+def test_unknown_stage_times_are_refused():
     _, s = cut(llama(), 4)
     with pytest.raises(cg.BindingError, match=r"overlap 'ideal' in a pipeline of graph 'llama\.first': .* unbound: M"):
         cg.seconds(s, "h100-sxm", overlap="ideal", **SIZES)
@@ -294,12 +296,12 @@ def test_time_of_stages_is_refused_where_it_is_not_known():
         cg.seconds(s, "h100-sxm", "calibrated", **SIZES)
 
 
-def test_what_a_step_takes_with_one_stage_is_what_it_takes_whole():
+def test_one_stage_costs_the_same_as_the_whole_step():
     whole = training_step(llama(), optimizer=SGD)
     assert cg.seconds(cg.parallelize(whole, pp=1), "h100-sxm", **SIZES) == cg.seconds(whole, "h100-sxm", **SIZES)
 
 
-def test_tables_of_both_ends_are_added_up_over_the_links_between_them():
+def test_tied_table_reduction_uses_links_between_end_stages():
     _, s = cut(load("gpt2"), 4, 8, dp=2)
     rows = cg.communication(s.stages[0], hardware="h100-sxm", B=2, S=64).rows
     (added,) = [r for r in rows if r.axis == "pp" and r.collective == "all_reduce"]
@@ -308,13 +310,13 @@ def test_tables_of_both_ends_are_added_up_over_the_links_between_them():
     assert added.seconds >= added.bytes / float(h100.link("interconnect").value)
 
 
-def test_a_run_counts_all_devices_of_a_pipeline():
+def test_run_counts_all_pipeline_devices():
     whole, s = cut(llama(), 4, dp=2)
     sizes = {**SIZES, "B": 6, "M": 8}
-    found = cg.plan.run(s, "h100-sxm", 10**6, **sizes)
-    assert (found.devices, found.step_tokens) == (8, 8 * 6 * SIZES["S"])
-    assert found.seconds == cg.seconds(s, "h100-sxm", **sizes)
+    figures = cg.plan.run(s, "h100-sxm", 10**6, **sizes)
+    assert (figures.devices, figures.step_tokens) == (8, 8 * 6 * SIZES["S"])
+    assert figures.seconds == cg.seconds(s, "h100-sxm", **sizes)
     rate = float(cg.load_hardware("h100-sxm").rate("fp32").value)
-    assert found.mfu == pytest.approx(cg.model_flops(whole, **sizes) / 8 / found.seconds / rate)
-    with pytest.raises(cg.GraphError, match="run: graph 'llama' has stages itself, expected no bubble"):
+    assert figures.mfu == pytest.approx(cg.model_flops(whole, **sizes) / 8 / figures.seconds / rate)
+    with pytest.raises(cg.GraphError, match="run: graph 'llama' already has pipeline stages; expected no bubble"):
         cg.plan.run(s, "h100-sxm", 10**6, schedule="1f1b", pp=4, micro_batches=8, **sizes)

@@ -19,7 +19,7 @@ def rows_of(graph):
 @pytest.mark.parametrize(
     "name", ["llama-3-8b", "resnet18", pytest.param("mixtral-8x7b", marks=pytest.mark.long), "mlp"]
 )
-def test_parameters_and_flops_add_up_to_those_of_the_graph(name):
+def test_summary_rows_add_up_to_graph_totals(name):
     graph = load(name)
     for each in (graph, training_step(graph)):
         *rows, total = rows_of(each)
@@ -30,12 +30,12 @@ def test_parameters_and_flops_add_up_to_those_of_the_graph(name):
         assert len(rows) <= 41
 
 
-def test_an_unrolled_graph_has_at_most_40_rows():
+def test_unrolled_graph_summary_has_at_most_40_rows():
     graph = cg.unroll(load("gpt2", symbolic=False), L=12)
     assert len(rows_of(graph)) <= 42
 
 
-def test_a_graph_that_is_being_declared_is_shown():
+def test_unfinished_graph_can_be_printed():
     with cg.Graph("g") as g:
         x = g.input("x", (2, 3))
         y = g.input("y", (3,))

@@ -1,4 +1,4 @@
-"""Grids of formulas: each point is what the formula says there, on its own axes alone."""
+"""Parameter sweeps: every grid point equals the formula's value there, on its own axes."""
 
 import itertools
 import sys
@@ -25,61 +25,61 @@ def mlp(*assumed):
     return g
 
 
-def test_each_point_is_what_the_formula_says_there():
+def test_grid_points_match_formula():
     g = mlp()
     unknown = cg.seconds(g, cg.load_hardware("h100-sxm").symbolic())
-    found = cg.sweep(
+    grid = cg.sweep(
         {"peak": (cg.peak_memory(g), "B"), "width": F / 3, "time": (unknown, "s"), "flops": cg.flops(g)},
         B=[1, 64, 4096], D=512, F=[2048, 8192], device=DEVICES[:2],
     )  # fmt: skip
-    assert {name: found[name].dims for name in found} == {
+    assert {name: grid[name].dims for name in grid} == {
         "peak": ("B", "F"), "width": ("F",), "time": ("B", "F", "device"), "flops": ("B", "F"),
     }  # fmt: skip
-    assert [found[name].attrs.get("units") for name in found] == ["B", None, "s", None]
-    assert [found[name].dtype.kind for name in found] == ["i", "f", "f", "i"]
+    assert [grid[name].attrs.get("units") for name in grid] == ["B", None, "s", None]
+    assert [grid[name].dtype.kind for name in grid] == ["i", "f", "f", "i"]
     for b, f in itertools.product([1, 64, 4096], [2048, 8192]):
-        at, sizes = found.sel(B=b, F=f), {"B": b, "D": 512, "F": f}
+        at, sizes = grid.sel(B=b, F=f), {"B": b, "D": 512, "F": f}
         assert at.peak == cg.peak_memory(g, **sizes)
         assert at.flops == cg.flops(g, **sizes)
         for device in DEVICES[:2]:
             assert float(at.time.sel(device=device)) == pytest.approx(cg.roofline(g, device, **sizes).estimate)
-    assert found.B.attrs["units"] == "1"
+    assert grid.B.attrs["units"] == "1"
 
 
-def test_a_function_of_a_device_is_asked_for_each():
+def test_device_functions_are_called_per_device():
     g = mlp()
-    found = cg.sweep(
+    grid = cg.sweep(
         {"time": (lambda device: cg.seconds(g, device, "lower"), "s")}, device=DEVICES[:2], B=[2, 4], D=8, F=8
     )
     expected = [[cg.seconds(g, name, "lower", B=b, D=8, F=8) for name in DEVICES[:2]] for b in (2, 4)]
-    np.testing.assert_allclose(found.time, expected)
+    np.testing.assert_allclose(grid.time, expected)
 
 
-def test_what_stands_in_is_said():
+def test_fallback_rates_are_reported():
     time = cg.seconds(mlp(), cg.load_hardware("h100-sxm").symbolic())
-    found = cg.sweep({"time": time}, device=DEVICES, B=4096, D=4096, F=4096)
-    assert found.time.attrs["stand_ins"] == [
+    grid = cg.sweep({"time": time}, device=DEVICES, B=4096, D=4096, F=4096)
+    assert grid.time.attrs["stand_ins"] == [
         "v100-sxm2-16gb: peak.bf16 is missing, peak.fp32 (next wider format) stands in"
     ]
-    assert float(found.time[2]) == pytest.approx(cg.roofline(mlp(), DEVICES[2], B=4096, D=4096, F=4096).estimate)
+    assert float(grid.time[2]) == pytest.approx(cg.roofline(mlp(), DEVICES[2], B=4096, D=4096, F=4096).estimate)
 
 
-def test_rates_of_hardware_are_axes_as_well():
-    found = cg.sweep({"ridge": (peak_bf16 / bandwidth, "FLOP/B")}, bandwidth=[1, 2], peak_bf16=[600, 900])
-    np.testing.assert_array_equal(found.ridge, [[600, 900], [300, 450]])
-    assert found.bandwidth.attrs["units"] == "B/s"
+def test_hardware_rates_can_be_axes():
+    grid = cg.sweep({"ridge": (peak_bf16 / bandwidth, "FLOP/B")}, bandwidth=[1, 2], peak_bf16=[600, 900])
+    np.testing.assert_array_equal(grid.ridge, [[600, 900], [300, 450]])
+    assert grid.bandwidth.attrs["units"] == "B/s"
 
 
-def test_integers_are_exact_as_far_as_they_fit():
+def test_integers_are_exact_within_int64():
     small, large, part = B**2 + 3, B**4 + 1, B * (B + 1) / 2
-    found = cg.sweep({"small": small, "large": large, "part": part, "most": cg.Max(7, B * B)}, B=[2**20 + 1, 3])
-    assert [found[n].dtype.kind for n in ("small", "large", "part", "most")] == ["i", "f", "f", "i"]
-    assert int(found.small[0]) == (2**20 + 1) ** 2 + 3
-    assert float(found.large[0]) == pytest.approx((2**20 + 1) ** 4)
+    grid = cg.sweep({"small": small, "large": large, "part": part, "most": cg.Max(7, B * B)}, B=[2**20 + 1, 3])
+    assert [grid[n].dtype.kind for n in ("small", "large", "part", "most")] == ["i", "f", "f", "i"]
+    assert int(grid.small[0]) == (2**20 + 1) ** 2 + 3
+    assert float(grid.large[0]) == pytest.approx((2**20 + 1) ** 4)
     assert cg.sweep({"one": 5, "half": 0.5}).one == 5
 
 
-def test_chunks_are_worked_out_when_they_are_asked_for():
+def test_dask_chunks_are_lazy():
     pytest.importorskip("dask")
     time = cg.seconds(mlp(), cg.load_hardware("h100-sxm").symbolic())
     asked = {"peak": (cg.peak_memory(mlp()), "B"), "time": (time, "s")}
@@ -100,7 +100,7 @@ def test_chunks_are_worked_out_when_they_are_asked_for():
         ({"a": B}, {"B": [[1, 2]]}, "sweep: B has 2 axes, expected a list of sizes, or one"),
         ({"a": B}, {"B": [0]}, "B: array of int64"),
         ({"a": B}, {"B": 1.5}, "B: array of float64"),
-        ({"B": B}, {"B": [1]}, "sweep: 'B' names a formula and an axis"),
+        ({"B": B}, {"B": [1]}, "sweep: 'B' is both a formula and an axis"),
         ({"a": lambda device: B}, {"B": [1]}, "sweep: 'a' is a function of a device, expected device="),
         (
             {"a": bandwidth},
@@ -110,12 +110,12 @@ def test_chunks_are_worked_out_when_they_are_asked_for():
         ({"a": cg.flops(mlp("B <= 4"))}, {"B": [2, 8], "D": 2, "F": 2}, "against the assumption 'B <= 4'"),
     ],
 )
-def test_refusals(formulas, axes, text):
+def test_invalid_grids_are_refused(formulas, axes, text):
     with pytest.raises(BindingError, match=text):
         cg.sweep(formulas, **axes)
 
 
-def test_other_refusals(monkeypatch):
+def test_invalid_sweep_arguments_are_refused(monkeypatch):
     with pytest.raises(cg.SpecError, match="hardware 'h1' is unknown"):
         cg.sweep({"a": bandwidth}, device=["h1"])
     with pytest.raises(cg.ShapeError):
@@ -130,7 +130,7 @@ def test_other_refusals(monkeypatch):
             cg.sweep({"a": B}, B=[1], chunks=chunks)
 
 
-def test_compiled_formulas_take_arrays_with_names_as_a_grid():
+def test_compiled_formulas_accept_labelled_arrays():
     sizes = {n: xarray.DataArray([1, 2, 3], dims=[n], coords={n: [1, 2, 3]}) for n in "BS"}
     found = cg.compile(B + 10 * S)(**sizes)
     assert found.dims == ("B", "S")
@@ -139,7 +139,7 @@ def test_compiled_formulas_take_arrays_with_names_as_a_grid():
 
 
 def plan(layers, checkpoint):
-    """A graph of its own for each candidate: what is fitted is derived anew."""
+    """Build a new graph per candidate, and derive the fit again."""
     policy = cg.every_block() if checkpoint else None
     step = training_step(load("mlp"), checkpoint=policy)
     return layers, checkpoint, cg.peak_memory(step, L=layers)
@@ -147,7 +147,7 @@ def plan(layers, checkpoint):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_a_plan_of_new_graphs_over_two_workers():
+def test_sweep_over_new_graphs_with_two_workers():
     distributed = pytest.importorskip("distributed")
     candidates = list(itertools.product([3, 5], [False, True]))
     with (
@@ -157,6 +157,6 @@ def test_a_plan_of_new_graphs_over_two_workers():
         found = client.gather(client.map(plan, *zip(*candidates, strict=True)))
         swept = cg.sweep({"peak": found[0][2]}, B=range(1, 9), chunks={"B": 4}).compute()
     assert [(layers, again) for layers, again, _ in found] == candidates
-    for layers, again, peak in found:  # formulas came back through a pickle
+    for layers, again, peak in found:  # formulas survived a pickle round trip
         assert peak == plan(layers, again)[2]
     assert [int(p) for p in swept.peak] == [cg.evaluate(found[0][2], B=b) for b in range(1, 9)]

@@ -1,4 +1,4 @@
-"""Names of dimensions and sizes as people write them."""
+"""Dimension names and size expressions as users write them."""
 
 import pytest
 import sympy
@@ -22,25 +22,25 @@ def test_dims_are_positive_integers_and_the_same_everywhere():
 
 
 @each("name", ["B", "d_model", "_x", "x1", "a" * 64, "lambda", "S", "I", "E", "N", "pi", "oo"])
-def test_names(name):
+def test_valid_names(name):
     assert is_name(name)
     assert dims(name).name == name
 
 
 @each("name", ["1x", "a-b", "a.b", "é", "B²", "x\u0661", "a" * 65, "__import__('os')", "a\n", "*", "", 5, None, b"B"])
-def test_what_is_no_name(name):
+def test_invalid_names_are_refused(name):
     assert not is_name(name)
     with pytest.raises(PatternError):
         symbol(name)
 
 
 @each("wrong", ["", "  ", ",", 5, None, ["B"], b"B", "B 1x"])
-def test_dims_of_something_else(wrong):
+def test_dims_of_non_strings_are_refused(wrong):
     with pytest.raises(PatternError, match="expected"):
         dims(wrong)
 
 
-def test_an_error_does_not_repeat_a_long_text():
+def test_errors_truncate_long_texts():
     with pytest.raises(PatternError) as caught:
         dims("x" * 10**6)
     assert len(str(caught.value)) < 300
@@ -48,7 +48,7 @@ def test_an_error_does_not_repeat_a_long_text():
     assert shorten("ab") == "'ab'"
 
 
-def test_symbols_of_another_origin():
+def test_foreign_symbols_are_refused():
     check_symbol(dims("B"))
     for other in (sympy.Symbol("B"), sympy.Dummy("B", integer=True, positive=True), sympy.Symbol("a b")):
         with pytest.raises(ShapeError, match=r"symbol '(B|a b)' has the assumptions .*; expected the positive integer"):
@@ -56,7 +56,7 @@ def test_symbols_of_another_origin():
 
 
 @each("wrong", [sympy.Float(1.5), sympy.I, sympy.oo, sympy.nan, sympy.zoo, sympy.Symbol("B") + 1])
-def test_what_is_not_exact(wrong):
+def test_inexact_sizes_are_refused(wrong):
     check_exact(sympy.floor(dims("B") / 2))
     with pytest.raises(ShapeError, match="expected"):
         check_exact(wrong)
@@ -107,7 +107,7 @@ def test_sizes(text, size):
     ],
     ids=lambda t: repr(t)[:20],
 )
-def test_what_is_no_size(text):
+def test_invalid_sizes_are_refused(text):
     with pytest.raises(
         BindingError, match=r"^--batch: got '.*', expected a size such as 8192, 8Ki, 1\.5M or 70B"
     ) as caught:
@@ -116,10 +116,10 @@ def test_what_is_no_size(text):
 
 
 @each("text", ["0", "0.0K", "1.5", "0.3Ki", "1.2345K", "0e5"])
-def test_sizes_that_are_not_positive_whole_numbers(text):
+def test_non_positive_or_fractional_sizes_are_refused(text):
     with pytest.raises(BindingError, match=f"S: got '{text}', expected a positive whole number"):
         read_size(text, "S")
 
 
-def test_a_comma_at_the_end_makes_a_tuple_of_one():
+def test_trailing_comma_gives_one_tuple():
     assert dims("B,") == (dims("B"),)

@@ -1,4 +1,4 @@
-"""Results show themselves: as a table of 40 lines at most, as HTML that escapes, as records and as a frame."""
+"""Result display: text tables of at most 40 lines, escaped HTML, records, and data frames."""
 
 import html
 import re
@@ -55,7 +55,7 @@ def made(name):
 
 
 class Cells(HTMLParser):
-    """Rows of an HTML table, each cell its text."""
+    """Collect the rows of an HTML table as lists of cell texts."""
 
     def __init__(self, text):
         super().__init__()
@@ -80,7 +80,7 @@ class Cells(HTMLParser):
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_a_result_is_a_table_in_text_and_html(name):
+def test_results_render_as_text_and_html_tables(name):
     found = made(name)
     lines = str(found).splitlines()
     assert len(lines) <= 40
@@ -101,27 +101,27 @@ def test_a_result_is_a_table_in_text_and_html(name):
         assert len(lines) > rows
 
 
-def test_what_is_left_out_is_counted_and_the_totals_stay():
-    found = cg.costs(LONG)
-    lines = str(found).splitlines()
-    whole = found.total()
+def test_omitted_rows_are_counted_and_totals_kept():
+    costs = cg.costs(LONG)
+    lines = str(costs).splitlines()
+    whole = costs.total()
     assert [line.split()[-2] for line in lines[-3:]] == [
         str(amount).split()[-1] for amount in (whole.flops, whole.matmul, whole.bytes)
     ]
-    assert lines[-4] == f"... {len(found) - 35} more rows"
+    assert lines[-4] == f"... {len(costs) - 35} more rows"
     assert str(cg.costs(SHORT)).count("more rows") == 0
 
 
 def test_amounts_have_units():
     g = chain(1)
     cells = {tuple(line.split()[-2:]) for line in str(cg.costs(g, B=1000, D=1000)).splitlines()[1:]}
-    # a product of two sides of 1000; an operand of 4 B an element; both operands; a ReLU
+    # a square matmul with side 1000; an fp32 operand; both operands; a ReLU
     assert {("2", "GFLOP"), ("4", "MB"), ("8", "MB"), ("1", "MFLOP")} <= cells
-    # formulas as they are, their unit is that of the column
+    # formulas are printed unscaled, in the unit of the column
     assert any(line.endswith("  2*B*D**2") for line in str(cg.costs(g)).splitlines())
 
 
-def test_kb_is_1000_bytes_and_kib_1024():
+def test_kb_is_1000_and_kib_is_1024_bytes():
     lines = [" ".join(line.split()) for line in str(cg.timeline(chain(0), B=64, D=64)).splitlines()]
     assert lines == [
         "op phase bytes",
@@ -131,7 +131,7 @@ def test_kb_is_1000_bytes_and_kib_1024():
     ]
 
 
-def test_long_formulas_and_names_are_cut():
+def test_long_formulas_and_names_are_truncated():
     names = " ".join(f"N{i}" for i in range(30))
     with cg.Graph("wide") as g:
         x = g.input("x" * 60, (sum(cg.dims(names)),))
@@ -144,7 +144,7 @@ def test_long_formulas_and_names_are_cut():
 
 
 @each("name", ["<b>x</b>", "a&b", "\x1b[31mred", "two\nlines"])
-def test_names_from_outside_are_escaped(name):
+def test_user_names_are_escaped(name):
     g = chain(1, name)
     for found in (cg.costs(g), cg.timeline(g), cg.lifetimes(g), cg.compare(g, g), cg.roofline(g, "h100-sxm", B=1, D=1)):
         shown = found._repr_html_()
@@ -154,11 +154,11 @@ def test_names_from_outside_are_escaped(name):
         Cells(shown)
 
 
-def test_lifetimes_are_a_list():
-    found = cg.lifetimes(SHORT)
-    assert isinstance(found, list)
-    assert found == list(found) == [*found[:1], *found[1:]]
-    assert found.rows == tuple(found)
+def test_lifetimes_table():
+    lifetimes = cg.lifetimes(SHORT)
+    assert isinstance(lifetimes, list)
+    assert lifetimes == list(lifetimes) == [*lifetimes[:1], *lifetimes[1:]]
+    assert lifetimes.rows == tuple(lifetimes)
     assert cg.lifetimes(cg.Graph("nothing")) == []
     assert str(cg.lifetimes(cg.Graph("nothing"))).split() == ["tensor", "role", "bytes", "born", "dies"]
 
@@ -170,7 +170,7 @@ def test_rows_are_records():
 
 
 @each("result", ["costs", "roofline", "timeline"])
-def test_the_name_of_the_graph_stands_in_what_a_prompt_shows(result):
+def test_repr_contains_graph_name(result):
     assert "graph 'chain'" in repr(made(result))
     kept = cg.costs(SHORT).filter(kind="matmul").bind(B=2)
     assert repr(kept) == f"Costs(graph 'chain': {len(kept)} rows)"
@@ -181,7 +181,7 @@ def test_the_name_of_the_graph_stands_in_what_a_prompt_shows(result):
 
 @pytest.fixture
 def pandas(monkeypatch):
-    """A stand-in for pandas, which no test needs to have."""
+    """A stub of pandas, which tests do not require."""
 
     class DataFrame:
         def __init__(self, data, columns):
@@ -195,7 +195,7 @@ def pandas(monkeypatch):
 
 
 @each("name", RESULTS)
-def test_a_frame_has_every_row(pandas, name):
+def test_frame_has_all_rows(pandas, name):
     found = made(name)
     frame = found.to_pandas()
     assert isinstance(frame, pandas.DataFrame)
@@ -203,7 +203,7 @@ def test_a_frame_has_every_row(pandas, name):
     assert all(frame.columns)
 
 
-def test_a_frame_has_numbers_and_formulas(pandas):
+def test_frame_holds_numbers_and_formulas(pandas):
     frame = cg.costs(LONG).to_pandas().columns
     assert frame["amount"] == [r.value for r in cg.costs(LONG)]
     assert all(isinstance(v, sympy.Expr) for v in frame["amount"])
@@ -217,10 +217,10 @@ def test_a_frame_has_numbers_and_formulas(pandas):
 
 
 @pytest.mark.parametrize("name", ["costs", "hardware", "lifetimes"])
-def test_without_pandas_a_frame_says_what_to_install(monkeypatch, name):
-    monkeypatch.setitem(sys.modules, "pandas", None)  # as if it were not installed
+def test_frame_without_pandas_names_package_to_install(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "pandas", None)  # simulates a missing package
     found = made(name)
-    wanted = f"{type(found).__name__}.to_pandas: pandas is missing, expected it from: pip install pandas"
+    wanted = f"{type(found).__name__}.to_pandas: pandas is not installed; install it with: pip install pandas"
     with pytest.raises(cg.UnsupportedError) as caught:
         found.to_pandas()
     assert str(caught.value) == wanted
@@ -229,7 +229,7 @@ def test_without_pandas_a_frame_says_what_to_install(monkeypatch, name):
 # -- with torch, and pictures ----------------------------------------------------------------------------------------
 
 
-def test_a_validation_is_a_table(pandas):
+def test_validation_renders_as_table(pandas):
     pytest.importorskip("torch")
     from costgraph.torch import Validation
 
@@ -246,10 +246,10 @@ def test_a_validation_is_a_table(pandas):
 
 
 @pytest.mark.parametrize("result", ["roofline", "bound timeline", "throughput"])
-def test_pictures_show_themselves(result):
+def test_figures_display_in_notebooks(result):
     pytest.importorskip("matplotlib")
     figure = made(result).plot()
-    picture = figure._repr_png_()  # what a notebook asks for
+    picture = figure._repr_png_()  # called by notebooks
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
     assert len(picture) > 10_000
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()

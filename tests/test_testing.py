@@ -1,4 +1,4 @@
-"""The public kit that checks ops: what it refuses, and what it counts by itself."""
+"""The public test kit for ops: its refusals and its own counts."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,8 +27,8 @@ A, B, D, L = cg.dims("A B D L")
 
 @pytest.fixture
 def twice(monkeypatch):
-    """An op kind of one's own, which is forgotten afterwards; of what fails few smaller graphs are tried."""
-    monkeypatch.setattr(import_module("costgraph.testing.check_op"), "TRIES", 8)
+    """Register a user-defined op kind for the test; failures are shrunk with few attempts."""
+    monkeypatch.setattr(import_module("costgraph.testing.op_checks"), "TRIES", 8)
     monkeypatch.delitem(registry._kinds, "twice", raising=False)
 
     @registry.register
@@ -41,7 +41,7 @@ def twice(monkeypatch):
             return [Result(operands[0].sizes, operands[0].dtype)]
 
     yield Twice
-    for table in (registry._kinds, testing.MEANINGS, testing.SAMPLES):
+    for table in (registry._kinds, testing.REFERENCE_SEMANTICS, testing.STRATEGIES):
         for name in [n for n in table if n == "twice" or (isinstance(n, type) and issubclass(n, Twice))]:
             del table[name]
 
@@ -55,18 +55,18 @@ def draws_twice(kind):
     return lambda s: [apply(kind(), [s.tensor()], "twice")[0]]
 
 
-def test_an_op_of_ones_own_is_held_to_the_laws(twice):
-    with pytest.raises(cg.UnsupportedError, match="'twice' has no meaning, expected one from"):
-        testing.hold("twice")
-    testing.meaning(twice)(means_twice)
-    with pytest.raises(cg.UnsupportedError, match="'twice' has no sample, expected one from"):
-        testing.hold("twice")
-    testing.sample(twice)(draws_twice(twice))
-    testing.hold("twice", examples=5)
-    with pytest.raises(cg.GraphError, match="'twice' has a meaning already, expected a new name"):
-        testing.meaning(twice)(means_twice)
-    with pytest.raises(cg.GraphError, match="'twice' has a sample already, expected a new name"):
-        testing.sample(twice)(draws_twice(twice))
+def test_user_defined_op_is_checked_against_laws(twice):
+    with pytest.raises(cg.UnsupportedError, match="'twice' has no reference semantics, expected one from"):
+        testing.check_op("twice")
+    testing.reference_semantics(twice)(means_twice)
+    with pytest.raises(cg.UnsupportedError, match="'twice' has no strategy, expected one from"):
+        testing.check_op("twice")
+    testing.strategy(twice)(draws_twice(twice))
+    testing.check_op("twice", examples=5)
+    with pytest.raises(cg.GraphError, match="'twice' already has reference semantics, expected a new name"):
+        testing.reference_semantics(twice)(means_twice)
+    with pytest.raises(cg.GraphError, match="'twice' already has a strategy, expected a new name"):
+        testing.strategy(twice)(draws_twice(twice))
 
 
 @pytest.mark.parametrize(
@@ -77,21 +77,21 @@ def test_an_op_of_ones_own_is_held_to_the_laws(twice):
         ("infer", lambda kind, operands: [Result(operands[0].sizes, cg.dtype("fp64"))], None),
     ],
 )
-def test_a_wrong_record_of_ones_own_is_noticed(twice, field, rule, law):
-    testing.meaning(twice)(means_twice)
-    testing.sample(twice)(draws_twice(twice))
+def test_wrong_user_defined_record_is_detected(twice, field, rule, law):
+    testing.reference_semantics(twice)(means_twice)
+    testing.strategy(twice)(draws_twice(twice))
     setattr(twice, field, rule)
-    if law is None:  # another format is another op, and a right record of it
-        testing.hold("twice", examples=5)
+    if law is None:  # a different dtype makes a different op, with a correct record
+        testing.check_op("twice", examples=5)
         return
     with pytest.raises(AssertionError, match=law):
-        testing.hold("twice", examples=5)
+        testing.check_op("twice", examples=5)
 
 
-def test_what_is_missing_of_a_kind_is_told(monkeypatch, twice):
-    assert testing.missing(twice) == testing.missing("twice") == ("meaning", "sample", "vjp")
-    testing.meaning(twice)(means_twice)
-    testing.sample(twice)(draws_twice(twice))
+def test_missing_parts_of_a_kind_are_named(monkeypatch, twice):
+    assert testing.missing(twice) == testing.missing("twice") == ("reference_semantics", "strategy", "vjp")
+    testing.reference_semantics(twice)(means_twice)
+    testing.strategy(twice)(draws_twice(twice))
     assert testing.missing(twice, lowering=()) == ("vjp", "lowering")
     assert testing.missing(twice, lowering=[twice]) == ("vjp",)
 
@@ -101,19 +101,19 @@ def test_what_is_missing_of_a_kind_is_told(monkeypatch, twice):
     with pytest.raises(cg.UnsupportedError, match="missing: op kind 'bare' is not registered, expected one of"):
         testing.missing(Bare)
     monkeypatch.setitem(registry._kinds, "bare", Bare)
-    assert testing.missing(Bare) == ("infer", "flops", "reads", "writes", "meaning", "sample", "vjp")
+    assert testing.missing(Bare) == ("infer", "flops", "reads", "writes", "reference_semantics", "strategy", "vjp")
 
 
-def test_kinds_are_classes_or_names(twice):
-    testing.meaning(twice)(means_twice)
-    testing.sample(twice)(draws_twice(twice))
-    testing.hold(twice, examples=3)
+def test_kinds_are_given_by_class_or_name(twice):
+    testing.reference_semantics(twice)(means_twice)
+    testing.strategy(twice)(draws_twice(twice))
+    testing.check_op(twice, examples=3)
 
     class Other(twice):
         pass
 
-    with pytest.raises(cg.UnsupportedError, match="hold: op kind 'twice' is not registered"):
-        testing.hold(Other)
+    with pytest.raises(cg.UnsupportedError, match="check_op: op kind 'twice' is not registered"):
+        testing.check_op(Other)
 
     seen = set()
 
@@ -128,25 +128,25 @@ def test_kinds_are_classes_or_names(twice):
             call("gravity")
 
 
-def test_an_op_without_a_meaning_is_refused_where_it_stands(twice):
+def test_op_without_numpy_semantics_is_refused_with_its_location(twice):
     with cg.Graph("g") as g:
         g.output(apply(twice(), [g.input("x", (A,))], "doubled")[0])
-    with pytest.raises(cg.UnsupportedError, match="op kind 'twice' of 'doubled' has no meaning"):
+    with pytest.raises(cg.UnsupportedError, match="op kind 'twice' of 'doubled' has no reference semantics"):
         testing.run(g, A=2)
 
 
-def test_a_function_of_ones_own_needs_a_meaning(monkeypatch):
+def test_user_function_needs_numpy_semantics(monkeypatch):
     for name in list(testing.FUNCTIONS):
         monkeypatch.setitem(testing.FUNCTIONS, name, testing.FUNCTIONS[name])
     cube = type(FUNCTIONS["relu"])("cube", 1, 2)
     with cg.Graph("g") as g:
         g.output(cg.ops.pointwise(cube, g.input("x", (A,))))
-    with pytest.raises(cg.UnsupportedError, match="function 'cube' has no meaning, expected one from"):
+    with pytest.raises(cg.UnsupportedError, match="function 'cube' has no reference semantics, expected one from"):
         testing.run(g, A=3)
     try:
         testing.function("cube")(lambda x: x * x * x)
         testing.check(g, A=3)
-        with pytest.raises(cg.GraphError, match="function 'cube' has a meaning already"):
+        with pytest.raises(cg.GraphError, match="function 'cube' already has reference semantics"):
             testing.function("cube")(lambda x: x)
     finally:
         testing.FUNCTIONS.pop("cube", None)
@@ -163,18 +163,18 @@ def small():
     ("call", "error", "text"),
     [
         (lambda g: testing.run(g, A=2, B=3), cg.BindingError, "run of graph 'g': D not bound, expected a size"),
-        (lambda g: testing.run(g, A=2, B=3, C=5), cg.BindingError, "'C' is no dimension of graph 'g'"),
+        (lambda g: testing.run(g, A=2, B=3, C=5), cg.BindingError, "'C' is not a dimension of graph 'g'"),
         (lambda g: testing.run(g, A=3, B=2, D=5), cg.BindingError, "B >= A"),
         (lambda g: testing.run(g, A=0, B=2, D=5), cg.BindingError, "A=0: expected a positive integer"),
         (lambda g: testing.run(g, {"y": 0}, A=2, B=3, D=5), cg.GraphError, "value for 'y', expected one of w, x"),
         (lambda g: testing.run(g, {"x": [1.0]}, A=2, B=3, D=5), cg.BindingError, r"'x' has shape \(1,\), expected"),
         (lambda g: testing.run("g"), cg.GraphError, "run: got str, expected a graph"),
         (lambda g: testing.check(g, ["gravity"], A=2, B=3, D=5), cg.UnsupportedError, "law 'gravity', expected one of"),
-        (lambda g: testing.hold("gravity"), cg.UnsupportedError, "op kind 'gravity' is not registered"),
+        (lambda g: testing.check_op("gravity"), cg.UnsupportedError, "op kind 'gravity' is not registered"),
         (lambda g: testing.value(cg.dims("A") ** cg.dims("B"), {"A": 4, "B": 2}), None, None),
     ],
 )  # fmt: skip
-def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):
+def test_refusals_name_place_value_and_expectation(call, error, text):
     if error is None:
         assert call(small()) == 16
         return
@@ -182,7 +182,7 @@ def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, te
         call(small())
 
 
-def test_the_interpreter_counts_by_hand():
+def test_interpreter_counts_match_hand_counts():
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.repeat(L, lambda x: cg.relu(cg.linear(x, "b d -> b e", e=D)), g.input("x", (B, D))))
     counted = testing.run(g, B=2, D=3, L=5)
@@ -190,16 +190,16 @@ def test_the_interpreter_counts_by_hand():
     assert counted.pointwise == 5 * (2 * 3)
     assert counted.params == 5 * 9
     assert counted.bytes_moved == 2 * 5 * ((6 + 9 + 6) + (6 + 6))
-    assert counted.peak == 2 * (6 + 5 * 9) + 2 * (6 + 6)  # x and all weights; what relu reads, and what it writes
+    assert counted.peak == 2 * (6 + 5 * 9) + 2 * (6 + 6)  # x and all weights; the operand and the result of relu
 
 
-# conditions and formats have tests of their own, as gradients have in tests/vjp
+# conditions and dtypes have their own tests, gradients are tested in tests/vjp
 OTHERWISE = ("cast", "where", "masked_fill", "masked_scale", "causal_mask")
 
 
 @each("name", sorted(n for n in FUNCTIONS if n not in OTHERWISE and "backward" not in n))
-def test_functions_compute_what_torch_does(name):
-    """The meaning whose arithmetic is counted is the function that the name stands for."""
+def test_functions_compute_torch_values(name):
+    """The instrumented function computes the same values as the torch function of that name."""
     x = np.array([-2.5, -0.6, 0.3, 0.7, 1.9])
     y = np.array([1.5, 0.3, 2.0, 0.7, -0.4])
     f = torch.nn.functional
@@ -221,8 +221,8 @@ def test_functions_compute_what_torch_does(name):
     assert np.allclose(mine, expected, equal_nan=True)
 
 
-def test_full_is_what_is_executed_unless_an_op_says_more(twice):
-    """A record that names its products once has them in both counts; one that says fewer in all is no record."""
+def test_full_flops_default_to_executed_flops(twice):
+    """A record that states its matmuls once has them in both counts; a smaller total is inconsistent."""
 
     class Product(twice):
         def flops(self, op):
@@ -236,7 +236,7 @@ def test_full_is_what_is_executed_unless_an_op_says_more(twice):
         def flops(self, op):
             return rules.Flops(matmul=2 * rules.points(op.operands[0]), full=rules.ZERO)
 
-    @testing.meaning(Fewer)
+    @testing.reference_semantics(Fewer)
     def _twice(at):
         for index in at.operands[0].points():
             at.write(2 * at.read(0, *index), *index)
@@ -249,7 +249,7 @@ def test_full_is_what_is_executed_unless_an_op_says_more(twice):
 
 
 def heads(how):
-    """Projections to heads of D/H, scores, and a convolution that leaves something over."""
+    """Projections to heads of D/H, scores, and a convolution with a remainder."""
     S, H, K = cg.dims("S H K")
     with cg.Graph("g") as g:
         if how == "assumed":
@@ -266,22 +266,22 @@ def heads(how):
 
 
 @pytest.mark.parametrize("how", ["divided", "assumed", "strided"])
-def test_sizes_that_laws_try_fit_the_graph(how):
+def test_sampled_sizes_satisfy_graph_constraints(how):
     point = {"B": 2, "S": 2, "D": 4, "H": 2}
     testing.check(heads(how), **point, **{"assumed": {"K": 2}, "strided": {"A": 2}}.get(how, {}))
 
 
-def test_a_model_whose_width_is_that_of_its_heads_grows():
+def test_sampled_sizes_grow_for_models_with_fixed_head_width():
     point = {"B": 2, "D": 6, "F": 7, "H": 3, "L": 2, "P": 4, "S": 3, "V": 5}
     testing.check(load("gpt2", symbolic=True), ["costs_grow_with_every_size"], **point)
 
 
-def test_a_preset_is_held_to_the_laws_at_other_sizes_than_its_own():
+def test_preset_laws_are_checked_at_other_sizes():
     testing.check(load("gpt2"), B=1, S=2, L=2, D=2, H=2, F=3, V=5, P=3)
 
 
-def test_what_fails_in_two_ways_is_told_in_one_line(monkeypatch):
-    monkeypatch.setattr(import_module("costgraph.testing.check_op"), "TRIES", 12)
+def test_two_failures_are_reported_in_one_line(monkeypatch):
+    monkeypatch.setattr(import_module("costgraph.testing.op_checks"), "TRIES", 12)
     calls = []
 
     def holds(case):
@@ -297,11 +297,11 @@ def test_what_fails_in_two_ways_is_told_in_one_line(monkeypatch):
     assert len(calls) <= 12 + 1
 
 
-def test_a_wrong_record_is_told_with_op_law_sizes_derived_and_counted(twice):
-    testing.meaning(twice)(means_twice)
-    testing.sample(twice)(draws_twice(twice))
+def test_violation_report_names_op_law_sizes_and_counts(twice):
+    testing.reference_semantics(twice)(means_twice)
+    testing.strategy(twice)(draws_twice(twice))
     twice.flops = lambda kind, op: rules.Flops(pointwise=3 * rules.points(op.operands[0]))
     text = r"^law 'flops_of_each.*' at {.*}: pointwise FLOPs of '.*twice': \d+ derived, \d+ counted$"
     with pytest.raises(AssertionError, match=text) as caught:
-        testing.hold("twice", examples=5)
+        testing.check_op("twice", examples=5)
     assert len(str(caught.value).splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Files: read to an end or refused, and whole whenever somebody looks, whatever happens to the one who writes."""
+"""File access: bounded reads or refusals, and atomic writes, whatever happens to the writing process."""
 
 import ast
 import errno
@@ -32,7 +32,7 @@ def graph(name, inputs=1):
 
 SMALL, LARGE = graph("small"), graph("large", 15)
 REPORT = cg.report(SMALL, B=2, D=3)
-#: Everything that a user writes text with, and two contents that a file may have.
+#: Every public function that writes text, with two possible file contents.
 WRITERS = {
     "save": (lambda path: cg.save(SMALL, path), lambda path: cg.save(LARGE, path)),
     "csv": (REPORT.to_csv, cg.report(LARGE, B=2, D=3).to_csv),
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no signals and 
 
 @pytest.fixture(params=WRITERS)
 def writers(request, tmp_path):
-    """Write the first content, write the second, and both contents."""
+    """Return functions that write the first and the second content, and both contents."""
     first, second = WRITERS[request.param]
     contents = []
     for write in (second, first):
@@ -51,16 +51,18 @@ def writers(request, tmp_path):
     return first, second, contents[::-1]
 
 
-# -- what is written -----------------------------------------------------------------------------------------------
+# -- writing -------------------------------------------------------------------------------------------------------
 
 
 def is_counted(frame, event):
-    """Whether a line is the writer's own: how many others run, of the collector too, is another number each time."""
+    """Return whether a line belongs to the writer; the number of other lines varies, such as those of the garbage
+    collector.
+    """
     return event == "line" and frame.f_code.co_filename == text_file.__file__
 
 
 def at_line(number, act):
-    """Do something before the line of this number, counted from now on."""
+    """Run a function at the n-th line from now on."""
     left = count(number, -1)
 
     def trace(frame, event, given):
@@ -72,7 +74,7 @@ def at_line(number, act):
 
 
 def lines_of(call):
-    """How many lines a call takes."""
+    """Return the number of lines that a call executes."""
     ran = [0]
 
     def trace(frame, event, given):
@@ -89,7 +91,7 @@ def lines_of(call):
 
 
 def child(act):
-    """How a copy of this process ends that does this."""
+    """Fork, run a function in the child, and return its exit status."""
     number = os.fork()
     if number == 0:
         try:
@@ -101,26 +103,26 @@ def child(act):
 
 
 @pytest.mark.parametrize("nth", in_part(range(4), 0, 4))
-def test_a_writer_that_is_killed_at_any_line_of_it_leaves_one_of_the_two(writers, tmp_path, nth):
+def test_writer_killed_at_any_line_leaves_old_or_new_content(writers, tmp_path, nth):
     first, second, contents = writers
     path = tmp_path / "file"
     total = lines_of(lambda: second(path))
     first(path)
     found = []
-    for number in [*range(nth, total, 4), total]:  # nobody kills the last one
+    for number in [*range(nth, total, 4), total]:  # the last child is not killed
 
         def act(number=number):
             at_line(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
             second(path)
 
         child(act)
-        found.append(contents.index(path.read_bytes()))  # neither of them is a ValueError
+        found.append(contents.index(path.read_bytes()))  # raises ValueError for any other content
     assert found == sorted(found), "the first one came back"
     assert set(found) == {0, 1}
 
 
 @pytest.mark.parametrize("reason", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
-def test_a_writer_that_fails_at_any_line_leaves_one_of_the_two_and_nothing_else(writers, tmp_path, reason):
+def test_writer_failing_at_any_line_leaves_no_temporary_files(writers, tmp_path, reason):
     first, second, contents = writers
     path = tmp_path / "file"
     total = lines_of(lambda: second(path))
@@ -143,7 +145,7 @@ def test_a_writer_that_fails_at_any_line_leaves_one_of_the_two_and_nothing_else(
         assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_full_disk_leaves_what_was_there(writers, tmp_path):
+def test_full_disk_keeps_old_content(writers, tmp_path):
     _, second, contents = writers
     path = tmp_path / "file"
 
@@ -183,7 +185,7 @@ def test_whoever_reads_meanwhile_sees_one_of_the_two(writers, tmp_path):
     assert seen
 
 
-def test_permissions_are_kept_and_links_followed(tmp_path):
+def test_permissions_and_symlinks_are_preserved(tmp_path):
     old = os.umask(0o027)
     try:
         write_file(tmp_path / "new", "1")
@@ -201,12 +203,12 @@ def test_permissions_are_kept_and_links_followed(tmp_path):
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o604
     write_file(tmp_path / ("n" * 255), "4")  # as long as a name can be
     (tmp_path / "new").chmod(0o444)
-    if os.geteuid():  # nothing is read-only for root
+    if os.geteuid():  # root can write everything
         with pytest.raises(cg.FormatError, match="new: read-only, expected a file that can be written"):
             write_file(tmp_path / "new", "5")
 
 
-def test_pipes_and_devices_are_written_to_as_they_are(tmp_path):
+def test_pipes_and_devices_are_written_directly(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(cg.FormatError, match=r"pipe: No such device or address, expected a file that can be written"):
@@ -224,7 +226,7 @@ def test_pipes_and_devices_are_written_to_as_they_are(tmp_path):
             write_file("/dev/full", "no room")
 
 
-def test_the_file_that_the_output_goes_to_is_added_to(tmp_path):
+def test_redirected_stdout_is_appended_to(tmp_path):
     path = tmp_path / "out"
 
     def act():
@@ -236,13 +238,13 @@ def test_the_file_that_the_output_goes_to_is_added_to(tmp_path):
     assert path.read_text() == "before content"
 
 
-# -- what is read --------------------------------------------------------------------------------------------------
+# -- reading -------------------------------------------------------------------------------------------------------
 
 READERS = {"load": cg.load, "hardware": cg.load_hardware, "text": lambda path: read_text(path, "here", 1000)}
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_what_is_no_regular_file_is_refused_at_once(read, tmp_path):
+def test_non_regular_files_are_refused_immediately(read, tmp_path):
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "link.toml").symlink_to("pipe.toml")
     refusals = r"no regular file|Is a directory|No such device|No such file"
@@ -252,7 +254,7 @@ def test_what_is_no_regular_file_is_refused_at_once(read, tmp_path):
 
 
 @pytest.mark.parametrize("size", [10**k for k in range(8)])
-def test_no_more_is_read_than_there_may_be(size, tmp_path):
+def test_oversized_files_are_not_read(size, tmp_path):
     path = tmp_path / "sparse"
     with path.open("wb") as file:
         file.truncate(size)
@@ -263,7 +265,7 @@ def test_no_more_is_read_than_there_may_be(size, tmp_path):
             read_text(path, "here", 1000)
 
 
-def test_what_is_no_text_is_refused(tmp_path):
+def test_binary_files_are_refused(tmp_path):
     (tmp_path / "latin").write_bytes(b"abc\xe9")
     with pytest.raises(cg.SpecError, match="here: byte 3 is no UTF-8, expected a poem"):
         read_text(tmp_path / "latin", "here", 10, "a poem", cg.SpecError)
@@ -272,9 +274,9 @@ def test_what_is_no_text_is_refused(tmp_path):
             read_text(odd, "here", 10)
 
 
-# -- nobody else ---------------------------------------------------------------------------------------------------
+# -- other file access ---------------------------------------------------------------------------------------------
 
-#: What else opens files, and why it may.
+#: Other modules that open files, and why they may.
 ELSEWHERE = {
     "cli/app": "os.open of the null device",
     "report/figures": "savefig into memory",
@@ -286,14 +288,14 @@ ELSEWHERE = {
 _OPENING = {"open", "fdopen", "write_text", "write_bytes", "read_text", "read_bytes", "savefig", "tofile"}
 
 
-def test_nobody_else_opens_a_file():
+def test_only_text_file_opens_files():
     found = set()
     for path in ROOT.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(text)) if any(name in text for name in _OPENING) else ():
             if isinstance(node, ast.Call):
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
-                imported = isinstance(node.func, ast.Name) and name == "read_text"  # the function of text_file
+                imported = isinstance(node.func, ast.Name) and name == "read_text"  # the function in text_file
                 if name in _OPENING and not imported:
                     found.add(path.relative_to(ROOT).with_suffix("").as_posix())
     assert found - {"text_file"} == set(ELSEWHERE)

@@ -1,4 +1,4 @@
-"""Traffic through a fast memory, against caches that are simulated element by element, and published constants."""
+"""I/O bounds of a fast memory, against element-wise cache simulations and published constants."""
 
 import random
 from fractions import Fraction
@@ -44,7 +44,7 @@ ELEMENTS = (16, 101, 4096)
 
 
 def shape_of(dims, sizes, padding=0):
-    """Sizes of an operand: an index reaches from 0 to its largest value, less the padding on both sides."""
+    """Return the sizes of an operand: its largest index plus one, without the padding on both sides."""
     out = []
     for dim in dims:
         terms = [t.split("*") for t in dim.split("-")[0].split("+")]
@@ -60,7 +60,7 @@ def simulated(name):
 
 
 def declared(name):
-    """The same as an op, its sizes open where they are plain; of three operands they have to be."""
+    """Declare the same contraction as an op, with open sizes for plain axes; three operands require open sizes."""
     pattern, sizes = CASES[name]
     left = pattern.partition("->")[0]
     symbols = dict(zip(sizes, cg.dims(" ".join(n.upper() for n in sizes)), strict=True))
@@ -81,20 +81,20 @@ def declared(name):
 
 @cache
 def tilings(name):
-    """Of a case through a cache of each of some sizes."""
+    """Return the tilings of a case for several cache sizes."""
     op, dims = declared(name)
     return [(n, cg.tiling(op, cache=4 * n, **dims)) for n in ELEMENTS]
 
 
 def loops_of_tile(tile, sizes):
-    """Loops that a tile says; an index that it leaves out has one position."""
+    """Return the loops of a tile; omitted indices have one position."""
     named = [(tuple(axis.strip("()").split()), tile.blocks[axis]) for axis in tile.order]
     seen = {n for names, _ in named for n in names}
     return [*named, *(((n,), 1) for n in sizes if n not in seen)]
 
 
 @pytest.mark.parametrize("name", in_part(CASES, 0, 3))
-def test_no_simulated_schedule_moves_less_than_the_bound(name):
+def test_simulated_schedules_do_not_beat_bound(name):
     nest = simulated(name)
     drawn = [nest.accesses(loops_of(nest, f"{name} {i}")) for i in range(2)]
     for elements, found in tilings(name):
@@ -105,33 +105,33 @@ def test_no_simulated_schedule_moves_less_than_the_bound(name):
 
 
 @each("name", CASES)
-def test_a_tile_fits_and_moves_what_it_says(name):
+def test_tile_fits_and_moves_stated_bytes(name):
     nest = simulated(name)
     for elements, found in tilings(name):
         tile = found.tiles[0]
         moved, most = by_blocks(nest, loops_of_tile(tile, nest.sizes))
         assert most <= tile.footprint <= 4 * elements
         assert found.bound <= moved <= tile.traffic
-        if name not in ("padded", "gaps", "convolution", "strided"):  # what lies in between, or outside, counts there
+        if name not in ("padded", "gaps", "convolution", "strided"):  # these count elements in gaps or padding
             assert (moved, most) == (tile.traffic, tile.footprint)
 
 
-def test_a_product_has_the_constants_of_the_literature():
-    # Smith, Lowery, Langou and van de Geijn 2019, theorem 1: 2*m*n*k/sqrt(M) - 2*M elements, loads and stores together
+def test_matmul_constants_match_literature():
+    # Smith, Lowery, Langou and van de Geijn 2019, theorem 1: 2*m*n*k/sqrt(M) - 2*M elements, loads plus stores
     m, n, k, M = cg.dims("m n k M")
     with cg.Graph("g", dtype="fp64") as g:
         g.output(g.input("a", (m, k)) @ g.input("b", (k, n)))
     (op,) = g.ops
-    found = cg.tiling(op, cache=8 * M)
-    assert 16 * m * n * k / sympy.sqrt(M) - 16 * M in [r.formula for r in cg.regimes(found.bound)]
-    # a square block of results of sqrt(M + 1) - 1 elements a side, one column and one row beside it: a**2 + 2*a <= M
-    tile = found.tiles[0]
+    tiling = cg.tiling(op, cache=8 * M)
+    assert 16 * m * n * k / sympy.sqrt(M) - 16 * M in [r.formula for r in cg.regimes(tiling.bound)]
+    # a square result block with side sqrt(M + 1) - 1, plus one column and one row: a**2 + 2*a <= M
+    tile = tiling.tiles[0]
     a = isqrt(10**6 + 1) - 1
     assert {cg.evaluate(b, M=10**6) if b != 1 else 1 for b in tile.blocks.values()} == {1, a}
     assert cg.evaluate(tile.footprint, M=10**6) == 8 * (a * a + 2 * a)
-    sizes = dict.fromkeys("mnk", 9973 * a)  # blocks divide: what is left over is the loads of results
-    assert 1 < cg.evaluate(found.ratio, M=10**6, **sizes) < 1.01
-    # the tile of three equal squares moves sqrt(3) times as much: its sides are sqrt(M/3)
+    sizes = dict.fromkeys("mnk", 9973 * a)  # blocks divide the sizes; the remaining difference is the loads of results
+    assert 1 < cg.evaluate(tiling.ratio, M=10**6, **sizes) < 1.01
+    # a tile with three equal squares moves sqrt(3) times as much: its sides are sqrt(M/3)
     assert 2 * m / sympy.sqrt(M / 3) / (2 * m / sympy.sqrt(M)) == sympy.sqrt(3)
 
 
@@ -152,28 +152,28 @@ def window(stride=1):
     [
         # Hong and Kung 1981; Irony, Toledo and Tiskin 2004: traffic falls as 1/sqrt(M)
         ("i j k", axes("i k", "k j", "i j"), {(Fraction(3, 2), ())}),
-        # pairs of particles, Christ et al. 2013, section 1: as 1/M
+        # particle pairs, Christ et al. 2013, section 1: as 1/M
         ("i j", axes("i", "j", "i"), {(Fraction(2), ())}),
-        # Ballard, Knight and Rouse 2018: 1/M**(2/3) for a product with two factors of three axes
+        # Ballard, Knight and Rouse 2018: 1/M**(2/3) for a product of two three-axis factors
         (
             "i j k r",
             axes("i j k", "j r", "k r", "i r"),
             {(Fraction(5, 3), ()), *((Fraction(3, 2), ((n, Fraction(1, 2)),)) for n in "ijk")},
         ),
-        # Demmel and Dinh 2018: 1/M, or 1/sqrt(M*R) with a small window of R positions
+        # Demmel and Dinh 2018: 1/M, or 1/sqrt(M*R) for a small window with R positions
         ("c h o r", window(2), {(Fraction(2), ()), *((Fraction(3, 2), ((n, Fraction(1, 2)),)) for n in "hr")}),
-        # nothing comes back: the sum over one axis
+        # no reuse: the sum over one axis
         ("i k", axes("i k", "i"), set()),
     ],
 )
-def test_exponents_are_those_of_the_literature(names, arrays, wanted):
+def test_exponents_match_literature(names, arrays, wanted):
     found = exponents(tuple(names.split()), arrays)
     assert {(e.total, e.indices) for sets in found for e in sets} == wanted
     assert all(feasible(tuple(names.split()), arrays, e) for sets in found for e in sets)
 
 
 def test_exponents_hold_for_random_sets_of_points():
-    # the inequality itself: a set of points is never larger than its images allow
+    # the inequality itself: a point set is no larger than its projections allow
     draw = np.random.default_rng(3)
     names, arrays = ("c", "h", "o", "r"), window(2)
     for sets in exponents(names, arrays):
@@ -190,12 +190,12 @@ def test_exponents_hold_for_random_sets_of_points():
 
 
 @pytest.mark.parametrize("name", ["product", "batched", "pairs", "tensor contraction", "three operands"])
-def test_open_sizes_give_tiles_that_fit_and_move_what_they_say(name):
+def test_symbolic_tiles_fit_and_move_stated_bytes(name):
     op, dims = declared(name)
     nest = simulated(name)
-    found = cg.tiling(op, cache=cg.dims("M"))
+    tiling = cg.tiling(op, cache=cg.dims("M"))
     tried = 0
-    for tile in found.tiles:
+    for tile in tiling.tiles:
         for elements in (16, 101):
             sizes = dims | {"M": 4 * elements}
 
@@ -208,14 +208,14 @@ def test_open_sizes_give_tiles_that_fit_and_move_what_they_say(name):
                 loops = [(tuple(a.strip("()").split()), blocks[a]) for a in tile.order]
                 moved, most = by_blocks(nest, loops)
                 assert most <= min(number(tile.footprint), 4 * elements)
-                # a block that is as long as its axis is not fetched again, which a formula does not know
+                # a block as long as its axis is not fetched again, which a formula cannot see
                 assert moved <= number(tile.traffic)
-                assert number(found.bound) <= moved
+                assert number(tiling.bound) <= moved
                 tried += 1
     assert tried >= 2
 
 
-def test_one_tensor_for_both_operands_may_be_read_once():
+def test_shared_operand_may_be_read_once():
     n, k = cg.dims("N K")
     with cg.Graph("gram") as g:
         x = g.input("x", (n, k))
@@ -223,25 +223,25 @@ def test_one_tensor_for_both_operands_may_be_read_once():
     (op,) = g.ops
     nest = Nest("i k, j k -> i j", {"i": 17, "j": 17, "k": 11}, [(17, 11), (17, 11), (17, 17)], same=True)
     for elements in (16, 101):
-        found = cg.tiling(op, cache=4 * elements, N=17, K=11)
+        tiling = cg.tiling(op, cache=4 * elements, N=17, K=11)
         for i in range(2):
             accesses = nest.accesses(loops_of(nest, f"gram {i}"))
-            assert found.bound <= least_recently_used(nest, accesses, 4 * elements)
+            assert tiling.bound <= least_recently_used(nest, accesses, 4 * elements)
 
 
-def test_formats_of_several_widths_count_as_bytes():
+def test_mixed_dtypes_count_in_bytes():
     with cg.Graph("mixed") as g:
         a, b = g.input("a", (11, 13), dtype="bf16"), g.input("b", (13, 7), dtype="int8")
         g.output(cg.einsum(a, b, "i k, k j -> i j", dtype="fp32"))
     (op,) = g.ops
     nest = Nest("i k, k j -> i j", {"i": 11, "j": 7, "k": 13}, [(11, 13), (13, 7), (11, 7)], bytes_=(2, 1, 4))
     for room in (40, 160, 2000):
-        found = cg.tiling(op, cache=room)
-        moved, most = by_blocks(nest, loops_of_tile(found.tiles[0], nest.sizes))
-        assert (moved, most) == (found.traffic, found.tiles[0].footprint)
+        tiling = cg.tiling(op, cache=room)
+        moved, most = by_blocks(nest, loops_of_tile(tiling.tiles[0], nest.sizes))
+        assert (moved, most) == (tiling.traffic, tiling.tiles[0].footprint)
         for i in range(3):
             accesses = nest.accesses(loops_of(nest, f"mixed {i}"))
-            assert found.bound <= ideal(nest, accesses, room)
+            assert tiling.bound <= ideal(nest, accesses, room)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------
@@ -266,11 +266,12 @@ def mlp():
     return op
 
 
-def test_a_kernel_of_attention_moves_what_the_flash_kernel_moves():
+def test_attention_tile_matches_flash_attention_traffic():
     op, M = attention(), cg.dims("M")
     tile = cg.tiling(op, cache=4 * M).tiles[0]
-    # b rows of queries and results, d each, with their scores against one key and two statistics, beside one key and
-    # one value: b*(2*d + 3) + 2*d <= M; keys and values are read for every block of rows (Dao et al. 2022, theorem 2)
+    # A block holds b rows of queries and results with d elements each, their scores against one key, and two statistics
+    # per row, plus one key and one value: b*(2*d + 3) + 2*d <= M. Keys and values are read for every row block (Dao et
+    # al. 2022, theorem 2).
     N, d = cg.dims("N d")
     rows = sympy.floor((M - 2 * d) / (2 * d + 3))
     for at in ({"N": 4099, "d": 61, "M": 25_000}, {"N": 997, "d": 127, "M": 100_003}):
@@ -283,13 +284,13 @@ def test_a_kernel_of_attention_moves_what_the_flash_kernel_moves():
     )
 
 
-def test_no_simulated_schedule_of_attention_moves_less_than_the_bound():
+def test_simulated_attention_does_not_beat_bound():
     op, (rows, keys, d) = attention(), (67, 67, 3)
     nest = Nest("s k, t k, t v, s t -> s v", {}, [])
-    nest.begun, nest.held = {3, 4}, {3}  # scores are made, and gone once they have met their value
+    nest.begun, nest.held = {3, 4}, {3}  # scores start in the cache, and are dropped after multiplying their value
     for elements, (tall, wide) in ((16, (3, 1)), (16, (1, 2)), (16, (2, 31))):
         bound = cg.tiling(op, cache=4 * elements, N=rows, d=d).bound
-        assert bound > 1.1 * cg.bytes_moved(op.graph, N=rows, d=d)  # says more than that all are read once
+        assert bound > 1.1 * cg.bytes_moved(op.graph, N=rows, d=d)  # stronger than reading every tensor once
         accesses = []
         for s0, t0 in product(range(0, rows, tall), range(0, keys, wide)):
             pairs = list(product(range(s0, min(s0 + tall, rows)), range(t0, min(t0 + wide, keys))))
@@ -299,7 +300,7 @@ def test_no_simulated_schedule_of_attention_moves_less_than_the_bound():
 
 
 def fused(rows, columns, left, right, tall, wide, draw=None):
-    """Accesses of two products in a row, block by block of what is handed on: of `left` terms, then `right` sums."""
+    """Yield accesses of two chained matmuls, blocked over the intermediate: `left` terms, then `right` sums."""
     blocks = list(product(range(0, rows, tall), range(0, columns, wide)))
     if draw is not None:
         draw.shuffle(blocks)
@@ -311,7 +312,7 @@ def fused(rows, columns, left, right, tall, wide, draw=None):
 
 
 @pytest.mark.parametrize("kernel", ["attention", "mlp"])
-def test_what_is_handed_on_needs_its_rows_at_once(kernel):
+def test_intermediate_rows_count_toward_traffic_bound(kernel):
     nest = Nest("s k, t k, t v, s t -> s v", {}, [])
     nest.begun, nest.held = {3, 4}, {3}
     rows, columns, d = (41, 41, 3) if kernel == "attention" else (43, 37, 3)
@@ -319,35 +320,35 @@ def test_what_is_handed_on_needs_its_rows_at_once(kernel):
     sizes = {"N": rows, "d": d} if kernel == "attention" else {"B": rows, "D": d, "F": columns}
     for elements in (16, 149):
         bound = cg.tiling(op, cache=4 * elements, **sizes).bound
-        best = max(1, (elements - 2 * d - 1) // (2 * d))  # rows of two arrays, beside one of the two others
+        best = max(1, (elements - 2 * d - 1) // (2 * d))  # rows of two arrays, next to one row of each other array
         moved = []
         for tall, wide, draw in ((best, 1, None), (best, 1, random.Random(7)), (3, 3, None)):
             accesses = list(fused(rows, columns, d, d, tall, wide, draw))
             moved.append(ideal(nest, accesses, 4 * elements))
         assert bound <= min(moved)
-        if 8 * d * d <= elements:  # from where on rows decide
+        if 8 * d * d <= elements:  # the size from which rows decide
             assert min(moved) < 2 * bound
 
 
-def test_a_bound_of_attention_is_what_the_flash_kernel_moves():
-    # 4*N**2*d**2/M elements, less the M of the last part
+def test_attention_bound_matches_flash_attention_traffic():
+    # 4*N**2*d**2/M elements, less M for the last partition
     N, d, M = (sympy.Symbol(n) for n in "NdM")
     op, far = attention(), {"N": 10**12 + 39, "d": 61, "M": 10**9 + 7}
-    found = cg.tiling(op, cache=4 * cg.dims("M"))
+    tiling = cg.tiling(op, cache=4 * cg.dims("M"))
     wanted = 4 * (4 * N**2 * d**2 / M - M)
-    assert cg.evaluate(found.bound, **far) == pytest.approx(float(wanted.subs({s: far[s.name] for s in (N, d, M)})))
-    assert cg.evaluate(found.ratio, **far) < 1.03
-    with cg.Graph("g") as g:  # of heads that share keys, each block of queries reads them
+    assert cg.evaluate(tiling.bound, **far) == pytest.approx(float(wanted.subs({s: far[s.name] for s in (N, d, M)})))
+    assert cg.evaluate(tiling.ratio, **far) < 1.03
+    with cg.Graph("g") as g:  # with heads that share keys, each query block reads them
         q, k, v = g.input("q", (1, 8, 4096, 64)), g.input("k", (1, 2, 4096, 64)), g.input("v", (1, 2, 4096, 64))
         g.output(cg.attention(q, k, v, causal=False))
     (shared,) = (op for op in g.ops if op.kind.name == "kernel")
     assert 1 < cg.tiling(shared, cache="192 KiB").ratio < 1.2
-    masked = cg.tiling(attention(causal=True), cache=4 * cg.dims("M")).bound  # half of the scores, and the diagonal
-    assert cg.evaluate(masked, **far) == pytest.approx(cg.evaluate(found.bound, **far) / 2, rel=1e-3)
+    masked = cg.tiling(attention(causal=True), cache=4 * cg.dims("M")).bound  # half of the scores, plus the diagonal
+    assert cg.evaluate(masked, **far) == pytest.approx(cg.evaluate(tiling.bound, **far) / 2, rel=1e-3)
 
 
-def test_a_bound_of_the_backward_pass_counts_all_that_a_score_needs():
-    # for a query its row, its gradient's and that of the result, d each; for a key and its value four rows
+def test_backward_attention_bound_counts_all_score_operands():
+    # a query needs its row, its gradient row and the result row, d each; a key-value pair needs four rows
     with cg.Graph("g", dtype="fp32") as g:
         q, k, v = (g.param(x, (1, 1, 9973, 61)) for x in "qkv")
         y = cg.attention(q, k, v, causal=False)
@@ -356,12 +357,12 @@ def test_a_bound_of_the_backward_pass_counts_all_that_a_score_needs():
     (chain,) = chains(op, stored=True)
     assert sorted(chain.rows.values(), key=Poly.sort_key) == [3 * 4 * 61, 4 * 4 * 61]
     assert chain.entries == 9973**2
-    # all three and all four rows fill half of 2*M bytes each: (M/732)*(M/976) scores with M bytes moved
+    # three and four rows fill half of 2*M bytes each: (M/732)*(M/976) scores per M bytes moved
     found = max(p.constant for p in of_chain(chain, poly(10**6)))
     assert found == pytest.approx(10**6 * (9973**2 * 732 * 976 / 10**12 - 1))
 
 
-def test_tiles_of_kernels_fit_and_move_what_they_say():
+def test_kernel_tiles_fit_and_move_stated_bytes():
     nest = Nest("s k, t k, t v -> s v", {"s": 17, "t": 13, "k": 5, "v": 5}, [(17, 5), (13, 5), (13, 5), (17, 5)])
     N, T, d = cg.dims("N T d")
     with cg.Graph("g") as g:
@@ -371,7 +372,7 @@ def test_tiles_of_kernels_fit_and_move_what_they_say():
     for elements in (31, 101, 4096):
         tile = cg.tiling(op, cache=4 * elements, N=17, T=13, d=5).tiles[0]
         moved, most = by_blocks(nest, loops_of_tile(tile, nest.sizes))
-        held = tile.blocks["s"] * (tile.blocks["t"] + 2)  # scores, and the largest and the sum of each row
+        held = tile.blocks["s"] * (tile.blocks["t"] + 2)  # scores, with the maximum and the sum per row
         assert (moved, most + 4 * held) == (tile.traffic, tile.footprint)
         assert tile.footprint <= 4 * elements
     nest = Nest("b d, d f, f e -> b e", {"b": 17, "d": 5, "f": 13, "e": 5}, [(17, 5), (5, 13), (13, 5), (17, 5)])
@@ -381,14 +382,14 @@ def test_tiles_of_kernels_fit_and_move_what_they_say():
         assert (moved, most + 4 * tile.blocks["b"] * tile.blocks["f"]) == (tile.traffic, tile.footprint)
 
 
-def test_indices_of_a_kernel_that_cannot_be_cut_are_whole():
-    # a row is divided by its own sum: no part of it is done before all of it was seen
+def test_unsplittable_kernel_indices_stay_whole():
+    # division by the row sum needs the whole row first
     B, D, M = cg.dims("B D M")
     for function in (cg.softmax, cg.layer_norm, cg.rms_norm):
         with cg.Graph("g") as g:
             g.output(function(g.input("x", (B, D))))
-        found = cg.tiling(*g.ops, cache=M)
-        assert all(D in tile.blocks.values() for tile in found.tiles)
+        tiling = cg.tiling(*g.ops, cache=M)
+        assert all(D in tile.blocks.values() for tile in tiling.tiles)
         assert cg.tiling(*g.ops, cache=1_000_003, B=101, D=103).ratio == 1
     with cg.Graph("g") as g:
         g.output(cg.softmax(g.input("x", (B, D))))
@@ -396,14 +397,14 @@ def test_indices_of_a_kernel_that_cannot_be_cut_are_whole():
         cg.tiling(*g.ops, cache=100, B=3, D=11)  # between; the largest of a row and its sum
 
 
-def test_a_tensor_that_a_kernel_multiplies_with_itself_is_read_along_two_indices():
+def test_self_product_in_kernel_reads_tensor_along_two_indices():
     S, D, M = cg.dims("S D M")
     with cg.Graph("g") as g:
         x = g.input("x", (S, D))
         with cg.kernel("gram"):
             y = cg.relu(cg.einsum(x, x, "s d, t d -> s t"))
         g.output(y)
-    # rows of x against rows of x: one of the two is read again for every block of the other
+    # rows of x against rows of x: one operand is read again for every block of the other
     tile = cg.tiling(*g.ops, cache=4 * M).tiles[0]
     assert tile.blocks["d"] == D
     assert cg.evaluate(tile.traffic, S=997, D=61, M=4099) > cg.evaluate(cg.bytes_moved(g), S=997, D=61)
@@ -412,21 +413,21 @@ def test_a_tensor_that_a_kernel_multiplies_with_itself_is_read_along_two_indices
 # -- graphs ------------------------------------------------------------------------------------------------------
 
 
-def test_bytes_of_a_graph_through_a_cache():
+def test_graph_bytes_through_cache():
     B, L, M = cg.dims("B L M")
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.repeat(L, lambda x: cg.relu(cg.linear(x, "b d -> b f", f=1009)), g.input("x", (B, 1009))))
-    found = cg.bytes_moved(g, cache=M)
-    # a product of B x 1009 by 1009 x 1009 in two bytes: 2*sqrt(2**3)*B*1009**2/sqrt(M) - 2*M; relu reads and writes
+    moved = cg.bytes_moved(g, cache=M)
+    # a matmul of B x 1009 by 1009 x 1009 in bf16: 2*sqrt(2**3)*B*1009**2/sqrt(M) - 2*M; relu reads and writes
     b, layers, room = 499, 7, 4096
     product = max(2 * (2 * b * 1009 + 1009**2), 4 * sqrt(2) * b * 1009**2 / sqrt(room) - 2 * room)
-    assert cg.evaluate(found, B=b, L=layers, M=room) == pytest.approx(layers * (product + 4 * b * 1009), rel=1e-12)
+    assert cg.evaluate(moved, B=b, L=layers, M=room) == pytest.approx(layers * (product + 4 * b * 1009), rel=1e-12)
     assert cg.bytes_moved(g, cache=room, B=b, L=layers) == pytest.approx(layers * (product + 4 * b * 1009), rel=1e-12)
     assert cg.bytes_moved(g, cache="1 GB", B=b, L=layers) == cg.bytes_moved(g, B=b, L=layers)
     assert cg.bytes_moved(g, cache="4 KiB", B=b, L=layers) == cg.bytes_moved(g, cache=4096, B=b, L=layers)
 
 
-def test_a_smaller_cache_moves_no_less():
+def test_smaller_cache_does_not_reduce_traffic():
     for name in ("llama-3-8b", "resnet50"):
         graph = load(name)
         dims = {"B": 3} | ({"S": 512} if name != "resnet50" else {})
@@ -435,14 +436,14 @@ def test_a_smaller_cache_moves_no_less():
         assert found[0] == cg.bytes_moved(graph, **dims) < found[-1]
 
 
-def test_three_operands_in_one_op_are_moved_once():
-    # they are contracted in pairs, in an order that sizes decide: the points of one nest are not all computed
+def test_three_operand_op_moves_each_operand_once():
+    # pairwise contraction order depends on sizes, so no single nest computes all points
     op, dims = declared("three operands")
     assert cg.bytes_moved(op.graph, cache=64, **dims) == cg.bytes_moved(op.graph, **dims)
 
 
 @each("cache", [0, -1, True, 1.5, "x", "50", "0 B", "5 s", "MB", (), "1/0 B"])
-def test_a_cache_is_a_positive_number_of_bytes(cache):
+def test_cache_size_must_be_positive(cache):
     op, dims = declared("product")
     with pytest.raises(cg.BindingError, match=r"cache .*, expected a positive number of bytes, a text such as"):
         cg.tiling(op, cache=cache, **dims)
@@ -450,15 +451,15 @@ def test_a_cache_is_a_positive_number_of_bytes(cache):
         cg.bytes_moved(op.graph, cache=cache, **dims)
 
 
-def test_what_cannot_be_tiled_is_said():
+def test_untileable_ops_are_refused():
     op, dims = declared("product")
     with pytest.raises(cg.BindingError, match="cache 2\\*I, but I is a dimension of graph 'product', expected another"):
         cg.tiling(op, cache=2 * cg.dims("I"))
-    with pytest.raises(cg.BindingError, match=r"cache of 8 bytes, expected 12 at least: one element of each array"):
+    with pytest.raises(cg.BindingError, match=r"cache of 8 bytes, expected at least 12: one element of each array"):
         cg.tiling(op, cache=8, **dims)
     with pytest.raises(cg.GraphError, match="expected one of them"):
         cg.bytes_moved(op.graph, True, cache=64)
-    with pytest.raises(cg.BindingError, match="'Q' is no dimension"):
+    with pytest.raises(cg.BindingError, match="'Q' is not a dimension"):
         cg.tiling(op, cache=64, Q=3)
     with cg.Graph("g") as g:
         x = g.input("x", (5, 7))

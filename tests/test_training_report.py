@@ -1,4 +1,4 @@
-"""What a report says of a step of training, and the picture of its memory."""
+"""The training section of a report, and the memory plot of a step."""
 
 import csv
 import io
@@ -27,7 +27,7 @@ def found(step):
     return cg.report(step, "h100-sxm", **SIZES)
 
 
-def test_figures_are_the_answers_of_the_library(step, found):
+def test_figures_match_library_answers(step, found):
     state = cg.state_bytes(step, **SIZES)
     expected = {
         "model-flops": cg.model_flops(step, **SIZES),
@@ -60,20 +60,20 @@ def test_utilizations_follow_from_the_roofline(step, found):
     assert sum(by_phase.values()) == cg.hardware_flops(step, **SIZES)
 
 
-def test_a_forward_graph_has_no_such_part():
+def test_forward_graph_has_no_training_section():
     r = cg.report(load("mlp"), "h100-sxm", B=3)
     assert r.training is None
     assert json.loads(to_json(r))["training"] is None
     assert "MFU" not in str(r)
 
 
-def test_without_a_device_or_sizes_there_is_no_utilization(step):
+def test_utilization_requires_device_and_sizes(step):
     for r in (cg.report(step, **SIZES), cg.report(step, "h100-sxm", B=2)):
         assert (r.training.dtype, r.training.mfu, r.training.hfu, r.training.most_mfu) == (None,) * 4
         assert "MFU" not in str(r)
 
 
-def test_a_step_without_matmuls_has_no_utilization():
+def test_step_without_matmuls_has_no_utilization():
     B = cg.dims("B")
     with cg.Graph("g") as g:
         g.output(cg.reduce(cg.relu(g.param("w", (B,))), "b -> ", "mean"))
@@ -82,7 +82,7 @@ def test_a_step_without_matmuls_has_no_utilization():
     assert "model FLOPs                0 FLOP" in str(r)
 
 
-def test_text_has_state_and_activations_apart(step):
+def test_text_separates_state_and_activations(step):
     real = training_step(load("llama-3-8b"), precision="bf16-mixed", checkpoint=cg.every_block())
     r = cg.report(real, "h100-sxm", B=1, S=4096)
     text = str(r)
@@ -99,14 +99,14 @@ def test_text_has_state_and_activations_apart(step):
         f"  peak at                  {r.peak.op} ({r.peak.phase})",
     ):
         assert line in text
-    assert r.peak.phase == "optimizer"  # temporaries of the update come on top of the state
+    assert r.peak.phase == "optimizer"  # temporaries in the update come on top of the state
     assert f"MFU at the estimate        {100 * r.training.mfu:.1f}% of the bf16 peak, at most" in text
     for shown in (r, cg.report(step, B=2)):
         for formulas in (False, True):
             assert max(map(len, render(shown, formulas=formulas).split("\n"))) <= 80
 
 
-def test_json_and_csv_have_the_same_numbers(found):
+def test_json_and_csv_have_same_numbers(found):
     data = json.loads(to_json(found))["training"]
     rows = {r["quantity"]: r for r in csv.DictReader(io.StringIO(to_csv(found))) if r["part"] == "training"}
     for name, figure in found.training.figures.items():
@@ -118,7 +118,7 @@ def test_json_and_csv_have_the_same_numbers(found):
     assert float(rows["most-mfu"]["value"]) == data["most_mfu"]["value"] == found.training.most_mfu
 
 
-def test_the_picture_stacks_roles_and_marks_phases(step):
+def test_plot_stacks_roles_and_marks_phases(step):
     pytest.importorskip("matplotlib")
     line = cg.timeline(step, **SIZES)
     figure = plot_timeline(line, capacity=1e6)
@@ -129,11 +129,11 @@ def test_the_picture_stacks_roles_and_marks_phases(step):
     assert {"param", "state", "gradient", "activation", "temporary"} <= held
     phases = {f"phase {p}" for p in ("forward", "recompute", "backward", "optimizer")}
     above, beside = phases & {f"phase {t.get_text()}" for t in ax.texts}, set(names) - held
-    # each is said once: above where it is long enough for its name, else beside the roles
+    # each label appears once: above a phase that is long enough, otherwise beside the roles
     assert above.isdisjoint(beside)
     assert above | beside == phases
     assert set(names) >= held
-    assert names.index("temporary") < names.index("activation") < names.index("param")  # as they are stacked
+    assert names.index("temporary") < names.index("activation") < names.index("param")  # in stacking order
     assert (ax.get_xlabel(), ax.get_ylabel()) == (
         "step [ops that take memory, in program order]",
         "live memory [B]",
@@ -142,7 +142,7 @@ def test_the_picture_stacks_roles_and_marks_phases(step):
     assert max(tops) == max(ax.lines[0].get_ydata()) == line.peak
 
 
-def test_phases_are_named_where_they_begin_if_they_are_few(tmp_path):
+def test_few_phases_are_labelled_at_their_start(tmp_path):
     pytest.importorskip("matplotlib")
     plain = training_step(load("gpt2", symbolic=True))
     path = tmp_path / "line.png"

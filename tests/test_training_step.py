@@ -1,4 +1,4 @@
-"""A whole step of training: number formats, micro-batches, the optimizer and what all of it takes."""
+"""A whole training step: dtypes, micro-batches, the optimizer, and total costs."""
 
 import numpy as np
 import pytest
@@ -50,27 +50,27 @@ def by_role(step, **sizes):
 
 @pytest.mark.parametrize("precision", BYTES_A_PARAMETER)
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_bytes_a_parameter(precision, accumulate):
+def test_state_bytes_per_parameter(precision, accumulate):
     step = cg.training_step(model(), precision=precision, accumulate=accumulate)
     roles = by_role(step, **SIZES)
     state = roles["param"] + roles["gradient"] + roles["state"]
-    # loss scaling has a scale and a flag beside them
+    # loss scaling adds a scale and a flag
     assert 0 <= state - BYTES_A_PARAMETER[precision] * cg.param_count(step, **SIZES) <= 8
 
 
-def test_fp32_weights_with_gradients_of_16_bits():
+def test_fp32_weights_with_16_bit_gradients():
     policy = cg.Policy("mine", params="fp32", compute="fp32", grads="bf16", moments="fp32")
     roles = by_role(cg.training_step(model(), precision=policy), **SIZES)
     assert roles["param"] + roles["gradient"] + roles["state"] == 14 * cg.param_count(model(), **SIZES)
 
 
 def combinations():
-    """Each policy with a mixed precision and each precision without a policy, in micro-batches; all others are long."""
+    """Yield each mixed-precision policy, and each plain dtype; all but a few are marked long."""
     for precision in [None, *BYTES_A_PARAMETER, "fp8"]:
         for accumulate in (1, M):
             for policy, name in zip(POLICIES, ["none", "block", "every", "selective", "start"], strict=True):
                 if policy is not None and precision in ("fp32", "bf16", "bf16-master"):
-                    continue  # formats change where nothing is computed again, as under the mixed ones
+                    continue  # recomputation does not affect dtypes beyond the mixed policies
                 alone = accumulate is M and policy is None and precision in ("bf16-master", "megatron-bf16", "fp8")
                 few = (precision == "bf16-mixed" and (accumulate is M or name in ("none", "every"))) or alone
                 marks = () if few or (precision is None and accumulate == 1) else pytest.mark.long
@@ -78,13 +78,13 @@ def combinations():
 
 
 @pytest.mark.parametrize(("precision", "accumulate", "policy"), in_part(list(combinations()), 0, 3))
-def test_every_combination_is_exact(precision, accumulate, policy):
+def test_every_combination_matches_unrolled_graph(precision, accumulate, policy):
     step = cg.training_step(model(), precision=precision, accumulate=accumulate, checkpoint=policy)
     sizes = {**SIZES, **({"M": 3} if accumulate is M else {})}
     played = cg.unroll(step, **sizes)
     for ask in (cg.flops, cg.bytes_moved, cg.peak_memory):
         assert ask(step, **sizes) == ask(played), ask.__name__
-    # the closed form, from the least depth that it states: of every second layer three iterations are six layers
+    # the closed form holds from its stated minimum depth: with every second layer, three iterations are six layers
     peak, least = cg.peak_memory(step), cg.timeline(step).holds_from["L"]
     if least > sizes["L"]:
         sizes["L"] = least
@@ -94,16 +94,16 @@ def test_every_combination_is_exact(precision, accumulate, policy):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "megatron-bf16"])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"checkpoint": cg.every_block(), "accumulate": 2}])
-def test_the_interpreter_counts_the_same(precision, options):
+def test_interpreter_counts_match_formulas(precision, options):
     step = cg.training_step(model(), precision=precision, clip=1.0, **options)
-    found = run(step, **SIZES)
-    assert found.flops == cg.flops(step, **SIZES)
-    assert found.bytes_moved == cg.bytes_moved(step, **SIZES)
-    assert found.peak == cg.peak_memory(step, **SIZES)
+    result = run(step, **SIZES)
+    assert result.flops == cg.flops(step, **SIZES)
+    assert result.bytes_moved == cg.bytes_moved(step, **SIZES)
+    assert result.peak == cg.peak_memory(step, **SIZES)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["none", "block", "every", "selective", "start"])
-def test_micro_batches_add_up_to_the_gradient_of_all(policy):
+def test_micro_batch_gradients_sum_to_full_batch_gradient(policy):
     rng = np.random.default_rng(7)
     once = cg.training_step(model(), optimizer=cg.SGD(lr=0), checkpoint=policy)
     many = cg.training_step(model(), optimizer=cg.SGD(lr=0), checkpoint=policy, accumulate=M)
@@ -121,16 +121,16 @@ def test_micro_batches_add_up_to_the_gradient_of_all(policy):
     np.testing.assert_allclose(parts.outputs[0].mean(), whole.outputs[0])
 
 
-def test_accumulation_runs_all_and_keeps_one():
+def test_accumulation_runs_all_micro_batches_and_holds_one():
     once, many = cg.training_step(model()), cg.training_step(model(), accumulate=M)
     assert (cg.matmul_flops(many) - M * cg.matmul_flops(once)).expand() == 0
     sizes = {"B": 64, "D": 3, "F": 5, "L": 4}
     one, four = (cg.timeline(g, **sizes) for g in (once, cg.training_step(model(), accumulate=4)))
-    assert four.by_role["activation"] == one.by_role["activation"]  # of one micro-batch
+    assert four.by_role["activation"] == one.by_role["activation"]  # for one micro-batch
     assert four.by_role["input"] == 4 * one.by_role["input"]
 
 
-def test_an_update_follows_torch():
+def test_update_matches_torch():
     torch = pytest.importorskip("torch")
     with cg.Graph("g") as g:
         g.output(squares(cg.gelu(g.input("x", (B, D)) @ g.param("w", (D, F)))))
@@ -138,16 +138,16 @@ def test_an_update_follows_torch():
     rng = np.random.default_rng(11)
     given = {"x": rng.normal(size=(2, 3)), "w": rng.normal(size=(3, 5))}
     state = {"w.exp_avg": np.zeros((3, 5)), "w.exp_avg_sq": np.zeros((3, 5))}
-    found = run(step, {**given, **state}, B=2, D=3, F=5)
+    result = run(step, {**given, **state}, B=2, D=3, F=5)
     w = torch.nn.Parameter(torch.tensor(given["w"]))
     optimizer = torch.optim.AdamW([w], lr=0.125)
     (torch.nn.functional.gelu(torch.tensor(given["x"]) @ w) ** 2).mean().backward()
     optimizer.step()
-    (updated,) = [v.array for t, v in found.values if t.role == "param" and t.producer is None]
+    (updated,) = [v.array for t, v in result.values if t.role == "param" and t.producer is None]
     np.testing.assert_allclose(updated, w.detach().numpy(), rtol=1e-9)
 
 
-def test_a_zoo_model_names_its_loss():
+def test_zoo_models_name_their_loss():
     step = training_step(load("gpt2", symbolic=True))
     assert "targets" in [t.name for t in step.tensors]
     assert [t.sizes for t in step.outputs] == [()]
@@ -159,7 +159,7 @@ def test_a_zoo_model_names_its_loss():
     ("attention", "precision", "policies"),
     [("eager", None, [cg.every_block()]), ("flash", "bf16-mixed", [None]), ("flash", "fp8", [cg.every_block()])],
 )
-def test_models_of_the_zoo_train(name, attention, precision, policies):
+def test_zoo_models_can_be_trained(name, attention, precision, policies):
     g = load(name, attention=attention, dropout=0.1)
     sizes = {"B": 3} if name == "mlp" else {"B": 2, "S": 128}
     for policy in policies:
@@ -168,7 +168,7 @@ def test_models_of_the_zoo_train(name, attention, precision, policies):
         assert cg.matmul_flops(step, **sizes) > 2 * cg.matmul_flops(g, **sizes)
 
 
-def test_what_is_no_step_is_refused():
+def test_invalid_steps_are_refused():
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (B, D)) @ g.param("w", (D, F))))
     with pytest.raises(GraphError, match="graph 'g' has 1 outputs and names no loss, expected one scalar output"):
@@ -190,15 +190,15 @@ def test_what_is_no_step_is_refused():
         cg.training_step(model(), accumulate=0)
     with cg.Graph("frozen") as g:
         g.output(squares(g.input("x", (B, D)) @ g.param("w", (D, F), grad=False)))
-    with pytest.raises(GraphError, match="no parameter of graph 'frozen' wants a gradient"):
+    with pytest.raises(GraphError, match="no parameter of graph 'frozen' requires a gradient"):
         cg.training_step(g)
 
 
-def test_a_loss_may_be_a_function():
+def test_loss_may_be_a_function():
     with cg.Graph("g") as g:
         g.output(g.input("x", (B, D)) @ g.param("w", (D, F)))
     step = cg.training_step(g, loss=squares, optimizer=cg.SGD())
-    assert cg.matmul_flops(step) == 4 * B * D * F  # the product, and dw
+    assert cg.matmul_flops(step) == 4 * B * D * F  # the matmul, and dw
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "megatron-bf16"}, {"accumulate": 3}, {"set_to_none": False}])
@@ -207,18 +207,18 @@ def test_no_gradient_is_copied(options):
     assert [op.name for op in step.walk() if op.name.rpartition("/")[2].startswith("own")] == []
 
 
-def test_gradients_may_stay():
+def test_gradients_may_be_kept():
     step = cg.training_step(model(), set_to_none=False)
     assert [op.name for op in step.walk() if op.kind.name == "zero_grad"]
     rows = {r.tensor: (r.born, r.dies) for r in cg.lifetimes(step) if r.role == "gradient"}
     assert rows["shared.grad"] == (None, None)
 
 
-def test_the_interval_that_takes_least():
+def test_best_checkpoint_interval():
     with cg.Graph("g") as g:
         x = cg.linear(g.input("x", (B, D)), "b d -> b e", e=D)
         g.output(squares(cg.repeat(L, lambda x: x + cg.tanh(cg.linear(x, "b d -> b e", e=D)), x, name="layers")))
-    # a layer keeps its input and tanh its result: 8*B*D*k; a group its input: 4*B*D*L/k
+    # a layer saves its input and the result of tanh: 8*B*D*k; a group saves its input: 4*B*D*L/k
     assert (cg.plan.best_interval(g) ** 2 - L / 2).simplify() == 0
     with cg.Graph("flat") as flat:
         flat.output(squares(flat.input("x", (B, D)) @ flat.param("w", (D, F))))
@@ -226,7 +226,7 @@ def test_the_interval_that_takes_least():
         cg.plan.best_interval(flat)
 
 
-def test_the_cheapest_policy_that_fits():
+def test_cheapest_fitting_checkpoint_policy():
     g = load("gpt2", attention="eager")
     sizes = {"B": 4, "S": 256, "L": 2}
     plain = cg.peak_memory(cg.training_step(g), **sizes)
@@ -234,16 +234,18 @@ def test_the_cheapest_policy_that_fits():
     chosen = cg.plan.checkpoint_for(g, memory=plain - 1, **sizes)
     step = cg.training_step(g, checkpoint=chosen)
     assert cg.peak_memory(step, **sizes) < plain
-    with pytest.raises(cg.BindingError, match=r"checkpoint_for: the least is [0-9]+ bytes, expected at most 1000"):
+    with pytest.raises(
+        cg.BindingError, match=r"checkpoint_for: the smallest peak is [0-9]+ bytes, expected at most 1000"
+    ):
         cg.plan.checkpoint_for(g, memory=1000, **sizes)
-    with pytest.raises(cg.BindingError, match="expected a limit, either hardware= or memory="):
+    with pytest.raises(cg.BindingError, match="expected exactly one limit, hardware= or memory="):
         cg.plan.checkpoint_for(g, **sizes)
 
 
-def test_an_allocator_hands_out_whole_blocks():
+def test_allocation_granularity_rounds_up_storages():
     step = cg.training_step(model(), accumulate=2)
     played = cg.unroll(step, **SIZES)
-    # every storage of these sizes is smaller than one block
+    # every storage at these sizes is smaller than one block
     live, most = 0, 0
     rows = cg.lifetimes(played)
     names = [op.name for op in played.ops]
@@ -260,18 +262,18 @@ def test_an_allocator_hands_out_whole_blocks():
         cg.peak_memory(step, allocator="mine", **SIZES)
 
 
-def test_a_policy_that_names_nothing_is_refused():
-    with pytest.raises(GraphError, match=r"selective: 'atention' is no scope or op, expected one such as .*layer_norm"):
+def test_policy_without_matches_is_refused():
+    with pytest.raises(GraphError, match=r"selective: 'atention' matches no scope or op, .* such as .*layer_norm"):
         cg.training_step(model(), checkpoint=cg.selective("atention"))
-    with pytest.raises(GraphError, match=r"keep: 'atention' is no op, expected one such as .*matmul"):
+    with pytest.raises(GraphError, match=r"keep: 'atention' matches no op, expected one such as .*matmul"):
         cg.training_step(model(), checkpoint=cg.every_block(keep=["atention"]))
-    with pytest.raises(GraphError, match=r"graph 'model' has a backward pass already"):
+    with pytest.raises(GraphError, match=r"graph 'model' already has a backward pass"):
         cg.training_step(cg.training_step(model()))
     with pytest.raises(GraphError, match=r"saved_bytes: graph 'model' has no backward pass"):
         cg.saved_bytes(model())
 
 
-def test_gradients_of_micro_batches_of_inputs_stand_in_a_stack():
+def test_input_gradients_of_micro_batches_are_stacked():
     with cg.Graph("g") as g:
         x = g.input("x", (B, D), grad=True)
         g.output(squares(x @ g.param("w", (D, F))))
@@ -281,7 +283,7 @@ def test_gradients_of_micro_batches_of_inputs_stand_in_a_stack():
 
 
 @pytest.mark.parametrize("policy", POLICIES[1:], ids=["block", "every", "selective", "start"])
-def test_a_step_goes_into_a_file(policy, tmp_path):
+def test_step_survives_save_and_load(policy, tmp_path):
     step = cg.training_step(model(), precision="bf16-mixed", checkpoint=policy, accumulate=2)
     cg.save(step, tmp_path / "step.json")
     again = cg.load(tmp_path / "step.json")
@@ -289,8 +291,8 @@ def test_a_step_goes_into_a_file(policy, tmp_path):
         assert ask(again, **SIZES) == ask(step, **SIZES)
 
 
-def test_layers_behind_a_first_one_of_its_own_may_be_none():
-    """The first of them has no gradient of its input: the others are a loop of L - 1, and so are their updates."""
+def test_peeled_first_layer_may_be_the_only_one():
+    """The first layer has no input gradient, so the others form a loop of L - 1, as do their updates."""
     B, D, L = cg.dims("B D L")
 
     def layer(x):

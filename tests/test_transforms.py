@@ -1,4 +1,4 @@
-"""What transforms keep, and which ops one kernel may run."""
+"""Graph transforms: invariants, and which ops may share a kernel."""
 
 from contextlib import nullcontext
 
@@ -24,7 +24,7 @@ def looped(body, count, **options):
 
 
 def by_hand(body, count):
-    """The same model with a Python loop: no Repeat is involved."""
+    """Build the same model with a Python loop instead of `repeat`."""
     with cg.Graph("by hand") as g:
         x = g.input("x", (B, D))
         for i in range(count):
@@ -40,7 +40,7 @@ SIZES = {"B": 3, "D": 5, "F": 7}
 
 @each("question", QUESTIONS, ids=lambda f: f.__name__)
 @each("count", [1, 2, 3, 4, 6])
-def test_unrolling_is_the_model_written_out(question, count):
+def test_unroll_matches_python_loop(question, count):
     expected = question(by_hand(block, count), **SIZES)
     assert question(cg.unroll(looped(block, L), L=count), **SIZES) == expected
     assert question(looped(block, L), L=count, **SIZES) == expected
@@ -48,7 +48,7 @@ def test_unrolling_is_the_model_written_out(question, count):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_unrolling_nested_repeats(count):
+def test_unroll_nested_repeats(count):
     with cg.Graph("nested") as g:
         g.output(cg.repeat(L, lambda x: cg.repeat(N, block, x, name="inner"), g.input("x", (B, D)), name="outer"))
     for inner in (1, 2, 4):
@@ -59,7 +59,7 @@ def test_unrolling_nested_repeats(count):
 
 
 @each("count", [1, 2, 3, 5])
-def test_unrolling_a_scan_keeps_its_stack(count):
+def test_unroll_scan_keeps_stack(count):
     with cg.Graph("rnn") as g:
         xs = cg.rearrange(g.input("xs", (B, T, D)), "b t d -> t b d")
 
@@ -73,11 +73,11 @@ def test_unrolling_a_scan_keeps_its_stack(count):
     for question in QUESTIONS:
         assert question(flat, B=3, D=5) == question(g, T=count, B=3, D=5)
     assert cg.bytes_moved(flat, fused=True, B=3, D=5) == cg.bytes_moved(g, fused=True, T=count, B=3, D=5)
-    # T steps on (B, D): tanh, sum; the stack of T*B*D is read and written once more by relu
+    # T steps on (B, D): tanh, sum; relu reads and writes the stack of T*B*D once more
     assert cg.flops(flat, B=3, D=5) == count * (2 * 3 * 5 * 5 + 3 * 5 + 3 * 5) + count * 3 * 5
 
 
-def test_unrolling_keeps_what_a_body_captures():
+def test_unroll_shares_captured_tensors():
     with cg.Graph("captured") as g:
         w = g.param("shared", (D, D))
         memory = cg.relu(g.input("m", (B, D)))
@@ -87,12 +87,12 @@ def test_unrolling_keeps_what_a_body_captures():
     assert cg.peak_memory(flat, B=3, D=5) == cg.peak_memory(g, L=4, B=3, D=5)
 
 
-def test_unrolling_needs_the_count():
+def test_unroll_requires_numeric_count():
     with pytest.raises(BindingError, match="count L of 'layers' is not bound"):
         cg.unroll(looped(block, L))
 
 
-def test_a_transform_leaves_its_graph_alone():
+def test_transforms_do_not_modify_input_graph():
     g = looped(block, L)
     before = (len(g), cg.flops(g), cg.peak_memory(g))
     cg.unroll(g, L=3)
@@ -103,12 +103,12 @@ def test_a_transform_leaves_its_graph_alone():
 # -- fusion --------------------------------------------------------------------------------------------------------
 
 
-def test_a_chain_of_elementwise_ops_reads_and_writes_once():
+def test_fused_elementwise_chain_reads_and_writes_once():
     with cg.Graph("chain") as g:
         x, y = g.input("x", (B, D)), g.input("y", (B, D))
         g.output(cg.gelu(x * y + 1))
     fused = cg.fuse(g)
-    # mul 2 reads 1 write, add 1 and 1, gelu 1 and 1: 7; fused two reads and one write: 3; 4 bytes each
+    # mul reads 2 and writes 1, add 1 and 1, gelu 1 and 1: 7; fused two reads and one write: 3; 4 bytes each
     assert cg.bytes_moved(g) == 7 * 4 * B * D
     assert cg.bytes_moved(fused) == 3 * 4 * B * D == cg.bytes_moved(g, fused=True)
     assert cg.flops(fused) == cg.flops(g) == 7 * B * D  # 1 + 1 + 5
@@ -117,7 +117,7 @@ def test_a_chain_of_elementwise_ops_reads_and_writes_once():
     assert cg.peak_memory(fused) == 12 * B * D
 
 
-def test_a_softmax_written_by_hand_becomes_one_kernel():
+def test_manual_softmax_fuses_into_one_kernel():
     with cg.Graph("softmax") as g:
         x = g.input("x", (B, S))
         e = cg.ops.pointwise("exp", x - cg.reduce(x, "b s -> b 1", "max"))
@@ -127,29 +127,29 @@ def test_a_softmax_written_by_hand_becomes_one_kernel():
     assert cg.bytes_moved(fused) == 8 * B * S
 
 
-def test_a_value_that_others_read_is_still_written():
+def test_fused_value_with_other_readers_is_written():
     with cg.Graph("shared") as g:
         x, w = g.input("x", (B, D)), g.param("w", (D, D))
         h = cg.relu(x)
         y = cg.tanh(h)
         g.output(y, h @ w)
     fused = cg.fuse(g)
-    # the kernel reads x, writes h and y; the product reads h and w and writes its result
+    # the kernel reads x and writes h and y; the matmul reads h and w and writes its result
     assert cg.bytes_moved(fused) == 4 * (3 * B * D + 2 * B * D + D**2)
 
 
-def test_what_a_product_separates_is_not_fused():
+def test_matmul_separates_fusion_groups():
     with cg.Graph("separated") as g:
         x, w = g.input("x", (B, D)), g.param("w", (D, D))
         y = cg.relu(x)
         z = y @ w
         g.output(cg.relu(z) + y)
     kernels = [op for op in cg.fuse(g).ops if op.kind.name == "kernel"]
-    # the sum joins the second relu; the first has to end before the product begins
+    # the sum joins the second relu; the first must finish before the matmul starts
     assert [[inner.name for inner in k.body.ops] for k in kernels] == [["relu_1", "add"]]
 
 
-def test_a_full_reduction_ends_its_kernel():
+def test_full_reduction_ends_kernel():
     with cg.Graph("whole") as g:
         x = g.input("x", (B, D))
         total = cg.reduce(cg.relu(x), "b d -> ", "sum")
@@ -158,7 +158,7 @@ def test_a_full_reduction_ends_its_kernel():
     assert [[inner.name for inner in k.body.ops] for k in kernels] == [["relu", "sum"]]
 
 
-def test_an_overwritten_operand_is_not_carried_past():
+def test_fusion_does_not_move_reads_past_overwrites():
     with cg.Graph("in place") as g:
         x = g.input("x", (B, D))
         h = x * 2
@@ -175,10 +175,10 @@ def test_fusion_reaches_into_repeats():
     fused = cg.fuse(g)
     assert cg.flops(fused) == cg.flops(g)
     saved = cg.bytes_moved(g, L=3, **SIZES) - cg.bytes_moved(fused, L=3, **SIZES)
-    assert saved == 0  # norm is a kernel already, and silu and the sum stand alone
+    assert saved == 0  # norm is already a kernel, and silu and the sum have no neighbours to fuse
 
 
-def test_fusing_a_scope_takes_all_its_ops():
+def test_fused_scope_contains_all_its_ops():
     with cg.Graph("mlp") as g:
         x = g.input("x", (B, D))
         g.output(cg.nn.mlp(x, F, name="mlp"))
@@ -189,14 +189,14 @@ def test_fusing_a_scope_takes_all_its_ops():
     assert cg.peak_memory(fused) == 4 * (2 * B * D + 2 * D * F)
 
 
-def test_a_scope_inside_a_repeat_is_fused_in_each_iteration():
+def test_scope_inside_repeat_is_fused_per_iteration():
     g = looped(lambda x: x + cg.nn.mlp(x, F, name="mlp"), L)
     fused = cg.fuse(g, scope="layers/mlp")
-    # each iteration: the kernel reads x and two weights and writes h, the sum reads two and writes one
+    # per iteration: the kernel reads x and two weights and writes h, the sum reads two and writes one
     assert cg.bytes_moved(fused, L=2, **SIZES) == 2 * 4 * (2 * 3 * 5 + 2 * 5 * 7 + 3 * 3 * 5)
 
 
-def test_a_scope_that_cannot_be_one_kernel_is_refused():
+def test_unfusible_scope_is_refused():
     with cg.Graph("torn") as g:
         x, w = g.input("x", (B, D)), g.param("w", (D, D))
         with cg.scope("a"):
@@ -204,15 +204,15 @@ def test_a_scope_that_cannot_be_one_kernel_is_refused():
         z = y @ w
         with cg.scope("a"):
             g.output(cg.relu(z) + y)
-    with pytest.raises(GraphError, match="fuse scope 'a': 'matmul' outside needs what is made inside before it ends"):
+    with pytest.raises(GraphError, match="fuse scope 'a': 'matmul' outside the scope must run between its ops"):
         cg.fuse(g, scope="a")
     with pytest.raises(GraphError, match="no op in scope 'b' of graph 'torn'"):
         cg.fuse(g, scope="b")
-    with pytest.raises(GraphError, match="holds a Repeat"):
+    with pytest.raises(GraphError, match="contains a Repeat"):
         cg.fuse(looped(lambda x: cg.repeat(2, cg.relu, x, name="inner"), L), scope="layers")
 
 
-def test_fusion_never_adds_bytes_or_changes_flops_of_models():
+def test_fusion_keeps_flops_and_never_adds_bytes():
     for name in ("gpt2", "llama-3-8b"):
         for attention in ("flash", "eager"):
             g = load(name, attention=attention)
@@ -225,7 +225,7 @@ def test_fusion_never_adds_bytes_or_changes_flops_of_models():
 
 
 def fused_ops(g):
-    """Names of the ops in each kernel of a graph."""
+    """Return the op names in each kernel of a graph."""
     return [
         [inner.name.split("/")[-1] for inner in op.body.ops] for op in g.ops if op.body is not None and op.loop is None
     ]
@@ -235,7 +235,7 @@ def fused_ops(g):
 
 
 @pytest.mark.parametrize("window", [2, 5, 100])
-def test_unrolling_binds_the_windows_of_domains(window):
+def test_unroll_binds_domain_windows(window):
     def body(x):
         return cg.attention(x, x, x, causal=True, window=W)
 
@@ -244,11 +244,11 @@ def test_unrolling_binds_the_windows_of_domains(window):
     flat = cg.unroll(g, L=3, W=window)
     assert cg.flops(flat, S=7) == cg.flops(g, L=3, S=7, W=window)
     assert cg.bytes_moved(flat, S=7) == cg.bytes_moved(g, L=3, S=7, W=window)
-    with pytest.raises(cg.BindingError, match="'W' is no dimension"):
+    with pytest.raises(cg.BindingError, match="'W' is not a dimension"):
         cg.flops(flat, S=7, W=3)
 
 
-def test_unrolling_keeps_scopes_names_and_defaults():
+def test_unroll_keeps_scopes_names_and_defaults():
     def body(x):
         with cg.scope("mlp"):
             return cg.tanh(cg.linear(x, "b d -> b e", e=D, name="up"))
@@ -264,7 +264,7 @@ def test_unrolling_keeps_scopes_names_and_defaults():
     assert cg.param_count(flat, D=5) == 3 * 25
 
 
-def test_slices_of_an_unrolled_scan_lie_side_by_side():
+def test_unrolled_scan_slices_are_contiguous():
     def body(h, x):
         h = cg.tanh(h + x)
         return h, cg.relu(h)
@@ -282,23 +282,23 @@ def test_slices_of_an_unrolled_scan_lie_side_by_side():
 # -- fusing ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_kernel_of_a_scope_has_its_name_and_the_workspace_of_its_ops():
+def test_scope_kernel_takes_scope_name_and_workspace():
     with cg.Graph("g") as g:
         x = g.input("x", (7, 5))
         with cg.scope("a"), cg.scope("b"):
             (y,) = cg.opaque("one", [cg.relu(x)], [((7, 5), "fp32")], flops=0, workspace=11)
             (y,) = cg.opaque("two", [y], [((7, 5), "fp32")], flops=0, workspace=100)
         g.output(y)
-    made = cg.fuse(g, scope="a/b")
-    (kernel,) = made.ops
+    fused = cg.fuse(g, scope="a/b")
+    (kernel,) = fused.ops
     assert (kernel.name, kernel.scope) == ("a_b", "a/b")
     at = 4 * 7 * 5
     assert cg.peak_memory(g) == max(2 * at, 3 * at + 11, 3 * at + 100)
-    assert cg.peak_memory(made) == 2 * at + 11 + 100
-    assert cg.bytes_moved(made) == 2 * at
+    assert cg.peak_memory(fused) == 2 * at + 11 + 100
+    assert cg.bytes_moved(fused) == 2 * at
 
 
-def test_a_chain_is_a_kernel_in_the_scope_of_its_last_op():
+def test_chain_kernel_is_in_scope_of_last_op():
     with cg.Graph("g") as g:
         x = g.input("x", (7, 5))
         with cg.scope("mlp"):
@@ -309,28 +309,28 @@ def test_a_chain_is_a_kernel_in_the_scope_of_its_last_op():
 
 
 @pytest.mark.parametrize(("axis", "kernels"), [(-1, 1), (0, 0)])
-def test_a_kernel_joins_a_chain_if_it_works_along_rows(axis, kernels):
+def test_row_wise_kernels_join_chains(axis, kernels):
     with cg.Graph("g") as g:
         g.output(cg.relu(cg.softmax(cg.relu(g.input("x", (7, 5))), axis)))
-    made = cg.fuse(g)
+    fused = cg.fuse(g)
     at = 4 * 7 * 5
-    assert cg.bytes_moved(made) == (2 * at if kernels else 6 * at)
-    assert cg.flops(made) == cg.flops(g)
+    assert cg.bytes_moved(fused) == (2 * at if kernels else 6 * at)
+    assert cg.flops(fused) == cg.flops(g)
 
 
 @pytest.mark.parametrize(("operands", "kernels"), [(1, 1), (4, 1), (5, 2)])
-def test_what_is_broadcast_is_computed_where_it_is_read_unless_it_reads_much(operands, kernels):
+def test_cheap_broadcast_operands_are_recomputed_at_readers(operands, kernels):
     with cg.Graph("g") as g:
         h = cg.relu(sum((cg.tanh(g.input(f"x{i}", (3, 5))) for i in range(operands)), start=1))
         g.output(cg.relu(h + g.input("z", (7, 3, 5))))
-    made = cg.fuse(g)
-    assert len(made.ops) == kernels
+    fused = cg.fuse(g)
+    assert len(fused.ops) == kernels
     small, large = 4 * 3 * 5, 4 * 7 * 3 * 5
-    # in a kernel of its own it is written and read once more
-    assert cg.bytes_moved(made) == operands * small + 2 * large + (2 * small if kernels == 2 else 0)
+    # in a separate kernel it is written and read once more
+    assert cg.bytes_moved(fused) == operands * small + 2 * large + (2 * small if kernels == 2 else 0)
 
 
-def test_what_overwrites_an_operand_in_between_keeps_a_scope_apart():
+def test_intervening_overwrite_prevents_scope_fusion():
     with cg.Graph("g") as g:
         h, z = cg.gelu(g.input("x", (7, 5))), cg.gelu(g.input("z", (7, 5)))
         with cg.scope("a"):
@@ -340,15 +340,15 @@ def test_what_overwrites_an_operand_in_between_keeps_a_scope_apart():
         with cg.scope("a"):
             y = cg.tanh(y)
         g.output(y + w + v)
-    with pytest.raises(cg.GraphError, match="'relu' outside needs what is made inside"):
+    with pytest.raises(cg.GraphError, match="'relu' outside the scope must run between its ops"):
         cg.fuse(g, scope="a")
 
 
-# -- which ops share a kernel, by name ---------------------------------------------------------------------------------
+# -- kernel membership, by name ----------------------------------------------------------------------------------------
 
 
 def scores(x, **options):
-    """Products of queries and keys with a domain."""
+    """Return query-key scores with a domain."""
     q, k = x(7, 3), x(7, 3)
     return cg.einsum(q, k, "s d, t d -> s t", domain=cg.Domain(causal=True, **options), over=("s", "t"))
 
@@ -363,7 +363,7 @@ def unfused_and_fused(build):
 
 
 @pytest.mark.parametrize("scopes", [("", "a", "b"), ("", "", "b"), ("a", "a", ""), ("a", "", "b")])
-def test_a_kernel_is_named_by_the_last_of_several_scopes(scopes):
+def test_kernel_over_scopes_is_named_by_last(scopes):
     with cg.Graph("g") as g:
         y = g.input("x", (7, 5))
         for name in scopes:
@@ -376,7 +376,7 @@ def test_a_kernel_is_named_by_the_last_of_several_scopes(scopes):
     assert [op.scope for op in kernel.body.ops] == list(scopes)
 
 
-def test_a_kernel_of_a_scope_has_the_scope_asked_for():
+def test_scope_kernel_has_requested_scope():
     with cg.Graph("g") as g:
         with cg.scope("a"):
             y = cg.relu(g.input("x", (7, 5)))
@@ -391,18 +391,18 @@ def test_a_kernel_of_a_scope_has_the_scope_asked_for():
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_ops_between_do_no_harm_unless_they_touch_what_the_chain_reads(inplace):
+def test_unrelated_ops_between_do_not_prevent_fusion(inplace):
     def build(x):
         a, z = x(7, 5), cg.gelu(x(7, 5)) @ x(5, 5)
         h = cg.relu(a)
         w = cg.relu(z, inplace=True) if inplace else a @ x(5, 5)
         return cg.tanh(h), w
 
-    _, made = unfused_and_fused(build)
-    assert ["relu", "tanh"] in fused_ops(made)
+    _, fused = unfused_and_fused(build)
+    assert ["relu", "tanh"] in fused_ops(fused)
 
 
-def test_ops_in_place_join_a_chain_and_kernels_with_workspace_are_left_alone():
+def test_in_place_ops_fuse_but_workspace_kernels_do_not():
     def in_place(x):
         return cg.tanh(cg.relu(cg.gelu(x(7, 5)) @ x(5, 5), inplace=True))
 
@@ -421,7 +421,7 @@ def test_ops_in_place_join_a_chain_and_kernels_with_workspace_are_left_alone():
     assert fused_ops(unfused_and_fused(without)[1]) == [["k", "tanh"]]
 
 
-def test_a_kernel_with_a_product_inside_is_not_light():
+def test_kernel_containing_matmul_is_not_fused():
     def build(x):
         with cg.kernel("k"):
             y = cg.tanh(cg.relu(x(7, 5) @ x(5, 5)))
@@ -430,50 +430,50 @@ def test_a_kernel_with_a_product_inside_is_not_light():
     assert fused_ops(unfused_and_fused(build)[1]) == [["matmul", "relu", "tanh"]]
 
 
-def test_a_scope_with_a_loop_and_other_ops_is_refused():
+def test_scope_with_loop_and_other_ops_is_refused():
     with cg.Graph("g") as g, cg.scope("a"):
         g.output(cg.tanh(cg.repeat(3, cg.relu, cg.relu(g.input("x", (7, 5))), name="loop")))
-    with pytest.raises(cg.GraphError, match="holds a Repeat, expected ops that one kernel can run"):
+    with pytest.raises(cg.GraphError, match="contains a Repeat, expected ops that one kernel can run"):
         cg.fuse(g, scope="a")
 
 
-def test_dropout_joins_a_chain():
-    _, made = unfused_and_fused(lambda x: cg.relu(cg.dropout(cg.tanh(x(7, 5)), 0.1)))
-    assert fused_ops(made) == [["tanh", "dropout", "relu"]]
+def test_dropout_fuses_into_chain():
+    _, fused = unfused_and_fused(lambda x: cg.relu(cg.dropout(cg.tanh(x(7, 5)), 0.1)))
+    assert fused_ops(fused) == [["tanh", "dropout", "relu"]]
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_every_result_that_is_read_lies_as_a_kernel_writes_it(turned):
+def test_kernel_results_keep_written_layout(turned):
     def build(x):
         y = cg.relu(cg.rearrange(x(7, 5), "a b -> b a") if turned else x(5, 7))
         return y, cg.reduce(y, "b a -> b", "sum")
 
-    g, made = unfused_and_fused(build)
+    g, fused = unfused_and_fused(build)
     assert [t.is_contiguous for t in g.outputs] == [not turned, True]
-    assert fused_ops(made) == ([] if turned else [["relu", "sum"]])
+    assert fused_ops(fused) == ([] if turned else [["relu", "sum"]])
 
 
-def test_a_loop_is_no_part_of_a_chain_and_its_body_has_chains_of_its_own():
+def test_loops_split_chains_and_bodies_fuse_separately():
     def build(x):
         h = cg.tanh(cg.relu(x(7, 5)))
         h = cg.repeat(3, lambda y: cg.tanh(cg.relu(y)), h, name="loop")
         return cg.relu(cg.tanh(h))
 
-    g, made = unfused_and_fused(build)
-    assert [op.kind.name for op in made.ops] == ["kernel", "repeat", "kernel"]
-    assert [len(names) for names in fused_ops(made)] == [2, 2]
-    (loop,) = [op for op in made.ops if op.loop is not None]
+    g, fused = unfused_and_fused(build)
+    assert [op.kind.name for op in fused.ops] == ["kernel", "repeat", "kernel"]
+    assert [len(names) for names in fused_ops(fused)] == [2, 2]
+    (loop,) = [op for op in fused.ops if op.loop is not None]
     assert fused_ops(loop.body) == [["relu", "tanh"]]
-    # two ops read and write 35 elements each, a kernel once; before, three times in the loop and after it
-    assert (cg.bytes_moved(g), cg.bytes_moved(made)) == (5 * 4 * 4 * 35, 5 * 2 * 4 * 35)
+    # two ops read and write 35 elements each, a kernel once; before fusion, three times in the loop and once after it
+    assert (cg.bytes_moved(g), cg.bytes_moved(fused)) == (5 * 4 * 4 * 35, 5 * 2 * 4 * 35)
 
 
-def test_ops_with_other_domains_are_apart():
+def test_ops_with_different_domains_are_not_fused():
     def same(x):
         return cg.relu(scores(x)) + x(7, 7)
 
     def other(x):
-        return cg.ops.pointwise("causal_mask_backward", cg.relu(scores(x)))  # whole again
+        return cg.ops.pointwise("causal_mask_backward", cg.relu(scores(x)))  # gradients of all elements again
 
     assert fused_ops(unfused_and_fused(same)[1]) == [["relu", "add"]]
     assert fused_ops(unfused_and_fused(other)[1]) == []
@@ -486,9 +486,9 @@ def test_ops_with_other_domains_are_apart():
         "a b c -> a 1 c", "a b c -> ",
     ],
 )  # fmt: skip
-def test_what_runs_over_results_of_a_reduction_joins_it(pattern):
-    _, made = unfused_and_fused(lambda x: cg.tanh(cg.reduce(cg.relu(x(2, 3, 5)), pattern, "sum")))
-    assert fused_ops(made) == [["relu", "sum", "tanh"]]
+def test_ops_over_reduced_results_join_reduction(pattern):
+    _, fused = unfused_and_fused(lambda x: cg.tanh(cg.reduce(cg.relu(x(2, 3, 5)), pattern, "sum")))
+    assert fused_ops(fused) == [["relu", "sum", "tanh"]]
 
 
 @pytest.mark.parametrize(
@@ -496,13 +496,13 @@ def test_what_runs_over_results_of_a_reduction_joins_it(pattern):
     [
         ("a b c -> a b 1", [["relu", "sum", "div"]]),
         ("a b c -> a 1 1", [["relu", "sum", "div"]]),
-        # spread over blocks of threads: there when all of them have ended
+        # different thread blocks reduce: results exist only after the kernel ends
         ("a b c -> 1 b c", []),
         ("a b c -> a 1 c", []),
         ("a b c -> 1 1 1", []),
     ],
 )
-def test_what_needs_a_reduction_of_its_own_row_joins_it(pattern, kernels):
+def test_ops_needing_their_row_reduction_join_it(pattern, kernels):
     def build(x):
         y = cg.relu(x(2, 3, 5))
         return y / cg.reduce(y, pattern, "sum")
@@ -510,8 +510,8 @@ def test_what_needs_a_reduction_of_its_own_row_joins_it(pattern, kernels):
     assert fused_ops(unfused_and_fused(build)[1]) == kernels
 
 
-def test_numbers_of_rows_are_no_numbers_of_columns():
-    """Both are 7 of 7 * 7 elements: a row of the quotient needs one of them, or all."""
+def test_row_statistics_are_not_column_statistics():
+    """Both are 7 elements of 7 * 7: a row of the quotient needs one of them, or all."""
 
     def build(columns):
         def quotient(x):
@@ -525,7 +525,7 @@ def test_numbers_of_rows_are_no_numbers_of_columns():
     assert fused_ops(unfused_and_fused(build(columns=True))[1]) == []
 
 
-def test_what_is_broadcast_joins_what_reads_it():
+def test_broadcast_operand_joins_its_reader():
     def small_first(x):
         return cg.tanh(cg.relu(x(5)) + x(7, 5))  # relu runs over 5, the sum over 7 * 5
 
@@ -540,34 +540,34 @@ def test_what_is_broadcast_joins_what_reads_it():
     assert fused_ops(unfused_and_fused(column)[1]) == [["relu", "mul", "tanh"]]
 
 
-def test_a_kernel_has_all_producers_of_its_ops_that_allow_it():
+def test_kernel_includes_all_fusible_producers():
     def build(x):
         a, b = cg.relu(x(7, 5)), cg.tanh(x(7, 5))
         return a + b
 
-    _, made = unfused_and_fused(build)
-    assert fused_ops(made) == [["relu", "tanh", "add"]]
-    assert cg.bytes_moved(made) == 4 * 35 * 3  # two are read and one is written
+    _, fused = unfused_and_fused(build)
+    assert fused_ops(fused) == [["relu", "tanh", "add"]]
+    assert cg.bytes_moved(fused) == 4 * 35 * 3  # two are read and one is written
 
 
-def test_ops_that_read_the_same_are_one_kernel():
+def test_ops_with_shared_operands_are_one_kernel():
     def build(x):
         a = x(7, 5)
         return cg.relu(a), cg.tanh(a), cg.reduce(a, "a b -> a", "sum")
 
-    _, made = unfused_and_fused(build)
-    assert fused_ops(made) == [["relu", "tanh", "sum"]]
-    assert cg.bytes_moved(made) == 4 * (3 * 35 + 7)
+    _, fused = unfused_and_fused(build)
+    assert fused_ops(fused) == [["relu", "tanh", "sum"]]
+    assert cg.bytes_moved(fused) == 4 * (3 * 35 + 7)
 
 
-def test_a_number_made_of_numbers_is_fused():
-    _, made = unfused_and_fused(lambda x: cg.tanh(cg.relu(x())))
-    assert fused_ops(made) == [["relu", "tanh"]]
-    _, made = unfused_and_fused(lambda x: cg.relu(cg.tanh(cg.reduce(x(7, 5), "a b -> ", "sum"))))
-    assert fused_ops(made) == [["sum", "tanh", "relu"]]
+def test_scalar_ops_are_fused():
+    _, fused = unfused_and_fused(lambda x: cg.tanh(cg.relu(x())))
+    assert fused_ops(fused) == [["relu", "tanh"]]
+    _, fused = unfused_and_fused(lambda x: cg.relu(cg.tanh(cg.reduce(x(7, 5), "a b -> ", "sum"))))
+    assert fused_ops(fused) == [["sum", "tanh", "relu"]]
 
 
-def test_an_unrolled_stack_begins_as_storage_without_content():
+def test_unrolled_stack_starts_as_empty_storage():
     with cg.Graph("g") as g:
         _, ys = cg.scan(L, lambda h, x: (cg.relu(h), h + x), g.input("h", (D,)), g.input("xs", (L, D)))
         g.output(ys)
@@ -579,11 +579,11 @@ def test_an_unrolled_stack_begins_as_storage_without_content():
     assert cg.peak_memory(flat, D=7) == cg.peak_memory(g, L=3, D=7)
 
 
-# -- epilogues, and what is not fused ----------------------------------------------------------------------------------
+# -- epilogues, and exclusions from fusion -----------------------------------------------------------------------------
 
 
 def convolved(x, then):
-    """A convolution with batch norm and what is done in place then, and a residual."""
+    """Build a convolution with batch norm, an in-place activation, and a residual."""
     y = cg.conv(x, "b c h w -> b o h w", window=3, padding=1, o=x.sizes[1], name="conv")
     y = cg.nn.batch_norm(y, name="norm")
     return then(cg.relu(y, inplace=True) + x)
@@ -595,45 +595,45 @@ def image():
     return g
 
 
-def test_norm_activation_and_residual_are_one_kernel_behind_a_convolution():
+def test_norm_activation_and_residual_fuse_after_convolution():
     g, at, made = image(), 4 * 2 * 3 * 7 * 7, cg.fuse(image())
     assert fused_ops(made) == [["batch_norm", "relu", "add", "tanh"]]
     weights, channels = 4 * 3 * 3 * 9, 4 * 4 * 3
-    # the convolution reads x and writes, the kernel reads that, x and four numbers a channel, and writes
+    # the convolution reads x and writes; the kernel reads that, x and four numbers per channel, and writes
     assert cg.bytes_moved(made) == 2 * at + weights + 3 * at + channels
     assert cg.flops(made) == cg.flops(g)
-    # x, what is convolved and the result: nothing inside has storage
+    # x, the convolution's output and the result: intermediates have no storage
     assert cg.peak_memory(made) == 3 * at + weights + channels + 8
     assert cg.peak_memory(g) == cg.peak_memory(made)
 
 
-def test_with_epilogues_a_convolution_takes_what_is_behind_it():
+def test_epilogues_fuse_into_convolution():
     g, at = image(), 4 * 2 * 3 * 7 * 7
-    made = cg.fuse(g, epilogues=True)
-    assert fused_ops(made) == [["conv", "batch_norm", "relu", "add", "tanh"]]
+    fused = cg.fuse(g, epilogues=True)
+    assert fused_ops(fused) == [["conv", "batch_norm", "relu", "add", "tanh"]]
     weights, channels = 4 * 3 * 3 * 9, 4 * 4 * 3
-    assert cg.bytes_moved(made) == 2 * at + weights + channels  # x once, and the result
-    assert cg.peak_memory(made) == 2 * at + weights + channels + 8
-    assert cg.flops(made) == cg.flops(g)
+    assert cg.bytes_moved(fused) == 2 * at + weights + channels  # x once, and the result
+    assert cg.peak_memory(fused) == 2 * at + weights + channels + 8
+    assert cg.flops(fused) == cg.flops(g)
 
 
-def test_an_epilogue_is_that_of_one_product_and_goes_no_further_than_its_elements():
+def test_epilogue_joins_one_matmul_and_stays_elementwise():
     def build(x):
         a, b = x(7, 5) @ x(5, 5), x(7, 5) @ x(5, 5)
         return cg.softmax(cg.tanh(a + b), -1)
 
     with cg.Graph("g") as g:
         g.output(build(lambda *shape: g.input(f"x{len(g)}", shape)))
-    # of two products one takes the sum; softmax needs whole rows
+    # one of two matmuls takes the sum; softmax needs whole rows
     assert fused_ops(cg.fuse(g, epilogues=True)) == [["matmul", "add", "tanh"], ["max", "sub", "exp", "sum", "div"]]
 
 
-def test_epilogues_are_none_of_a_scope():
-    with pytest.raises(cg.GraphError, match="fuse scope 'a': epilogues=True, expected one of them: a scope has all"):
+def test_epilogues_with_scope_are_refused():
+    with pytest.raises(cg.GraphError, match="fuse scope 'a': epilogues=True, expected only one of the two: a scope"):
         cg.fuse(image(), "a", epilogues=True)
 
 
-def test_an_op_in_place_that_changes_what_the_caller_owns_stays():
+def test_in_place_op_on_caller_storage_is_not_fused():
     def build(x):
         a = x(7, 5)
         return cg.tanh(cg.relu(a, inplace=True))
@@ -641,23 +641,23 @@ def test_an_op_in_place_that_changes_what_the_caller_owns_stays():
     assert fused_ops(unfused_and_fused(build)[1]) == []
 
 
-def test_a_value_from_before_an_op_in_place_keeps_its_storage():
+def test_value_before_in_place_op_keeps_storage():
     def build(x):
         h = cg.gelu(x(7, 5))
         early = h @ x(5, 5)
         late = cg.relu(h, inplace=True)
         return early, late
 
-    # h is read outside as it was, and as it is then: what overwrites it stays an op of its own
+    # code outside reads h before the overwrite, so the overwriting op stays separate
     assert fused_ops(unfused_and_fused(build)[1]) == []
 
 
-def test_an_op_moves_behind_the_kernel_that_it_needs():
+def test_op_moves_after_kernel_it_depends_on():
     def build(x):
         h = cg.relu(x(7, 5))
         z = h @ x(5, 5)
         return cg.tanh(h), z
 
-    _, made = unfused_and_fused(build)
-    assert fused_ops(made) == [["relu", "tanh"]]
-    assert [op.name for op in made.ops] == ["fused", "matmul"]
+    _, fused = unfused_and_fused(build)
+    assert fused_ops(fused) == [["relu", "tanh"]]
+    assert [op.name for op in fused.ops] == ["fused", "matmul"]

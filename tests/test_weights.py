@@ -1,4 +1,4 @@
-"""Checkpoints: their headers are read by hand, and held to declared models."""
+"""Checkpoints: headers are parsed directly and compared with declared models."""
 
 import json
 import random
@@ -22,7 +22,7 @@ BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8_e4m3": 8, "int32": 32, "uint8":
 
 
 def written(path, tensors, metadata=True):
-    """Write a safetensors file as its documentation says, with data of zeros."""
+    """Write a safetensors file according to its specification, with zero data."""
     header, at = {"__metadata__": {"format": "pt"}} if metadata else {}, 0
     for name, (word, shape, size) in tensors.items():
         header[name] = {"dtype": word, "shape": shape, "data_offsets": [at, at + size]}
@@ -38,7 +38,7 @@ TENSORS = {"a.weight": ("BF16", [3, 5], 30), "b": ("F32", [7], 28), "c": ("I64",
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_header_says_what_the_package_reads(tmp_path):
+def test_header_matches_safetensors_package(tmp_path):
     numpy, package = pytest.importorskip("numpy"), pytest.importorskip("safetensors.numpy")
     rng = random.Random(5)
     for _ in range(5):
@@ -51,14 +51,14 @@ def test_a_header_says_what_the_package_reads(tmp_path):
         assert read.elements == sum(x.size for x in arrays.values())
 
 
-def test_the_table_and_its_sums(tmp_path):
+def test_table_and_totals(tmp_path):
     found = cg.read_weights(written(tmp_path / "m.safetensors", TENSORS))
     assert (found.elements, found.bytes) == (3 * 5 + 7 + 1, 30 + 28 + 8)
     assert found.by_format() == {"bf16": 30, "fp32": 28, "int64": 8, "uint8": 0}
     assert "a.weight  (3, 5)  bf16" in str(found)
 
 
-def test_an_index_names_files_beside_it(tmp_path):
+def test_index_names_files_in_its_folder(tmp_path):
     names = list(TENSORS)
     parts = {"one.safetensors": names[:2], "two.safetensors": names[2:]}
     for file, held in parts.items():
@@ -69,8 +69,8 @@ def test_an_index_names_files_beside_it(tmp_path):
     assert cg.read_weights(tmp_path).rows == cg.read_weights(index).rows
     assert cg.read_weights(tmp_path).bytes == 66
     for change, text in (
-        ({"b": "two.safetensors"}, "'b' is in one.safetensors or named by the index alone"),
-        ({"b": "../one.safetensors"}, "'../one.safetensors', expected up to 4096 safetensors files of the same"),
+        ({"b": "two.safetensors"}, "'b' is only in one.safetensors or only in the index"),
+        ({"b": "../one.safetensors"}, "'../one.safetensors', expected up to 4096 safetensors files in the same"),
         ({"b": "/dev/zero"}, "'/dev/zero', expected"),
         ({"none": "three.safetensors", "c": "three.safetensors"}, "three.safetensors: No such file"),
         ({"b": 3}, "expected the name of a file for each tensor"),
@@ -87,7 +87,7 @@ A = {"dtype": "BF16", "shape": [3], "data_offsets": [0, 6]}
     ("header", "data", "text"),
     [
         ({"a": A}, 6, None),
-        ({"a": A}, 7, "7 bytes of data, expected the 6 of its header"),
+        ({"a": A}, 7, "7 bytes of data, expected 6 according to the header"),
         (
             {"a": {**A, "data_offsets": [1, 7]}},
             7,
@@ -104,13 +104,13 @@ A = {"dtype": "BF16", "shape": [3], "data_offsets": [0, 6]}
         ({"a": [A]}, 6, "expected a dtype"),
         ([], 0, "[], expected an object"),
         (b'{"a": 1, "a": 2}', 0, "'a' twice in one object, expected it once"),
-        (b'{"\xff": 1}', 0, "byte 10 is no UTF-8"),
+        (b'{"\xff": 1}', 0, "byte 10 is not valid UTF-8"),
         (b"[" * 10**5, 0, "expected JSON"),
         (b"9" * 10**4, 0, "expected JSON"),
         (b"{", 0, "a header of 1 bytes in a file of 9"),
     ],
 )
-def test_a_header_is_what_the_format_says_or_refused(tmp_path, header, data, text):
+def test_invalid_headers_are_refused(tmp_path, header, data, text):
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     path = tmp_path / "m.safetensors"
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(data))
@@ -121,13 +121,13 @@ def test_a_header_is_what_the_format_says_or_refused(tmp_path, header, data, tex
         cg.read_weights(path)
 
 
-def test_what_is_no_checkpoint(tmp_path):
+def test_non_checkpoints_are_refused(tmp_path):
     (tmp_path / "short").write_bytes(b"\x01")
     (tmp_path / "long").write_bytes((2**63).to_bytes(8, "little") + b"{}")
     for path, text in (("short", "in a file of 1"), ("long", "a header of 9223372036854775808 bytes in a file of 10")):
         with limited(), pytest.raises(FormatError, match=text):
             cg.read_weights(tmp_path / path)
-    with pytest.raises(FormatError, match=r"a folder without weights, expected one of model.safetensors.index.json"):
+    with pytest.raises(FormatError, match=r"no weights in this folder, expected one of model.safetensors.index.json"):
         cg.read_weights(tmp_path)
     with pytest.raises(FormatError, match="no regular file"):
         cg.read_weights("/dev/zero")
@@ -153,7 +153,7 @@ def test_damaged_files_are_read_or_refused(tmp_path):
 
 
 def weights(**shapes):
-    """A checkpoint by names in which __ is a point."""
+    """Return a checkpoint from names in which __ stands for a dot."""
     rows = []
     for name, (*shape, format_) in shapes.items():
         count = 1
@@ -164,12 +164,12 @@ def weights(**shapes):
 
 
 def layers(depth, **shapes):
-    """The same tensors in each layer."""
+    """Return the same tensors for each layer."""
     return weights(**{f"model__layers__{i}__{name}": facts for i in range(depth) for name, facts in shapes.items()})
 
 
 def llama(**changes):
-    """The checkpoint of the small decoder, D=24, 4 heads of 6, 2 of keys, F=23, 3 layers, as transformers names it."""
+    """Return the small decoder's transformers checkpoint: D=24, 4 heads of 6, 2 key heads, F=23, 3 layers."""
     names = {
         "self_attn__q_proj__weight": (24, 24), "self_attn__k_proj__weight": (12, 24),
         "self_attn__v_proj__weight": (12, 24), "self_attn__o_proj__weight": (24, 24),
@@ -189,9 +189,9 @@ def without(found, *names):
     return Weights(tuple(w for w in found.rows if w.name not in names), "file")
 
 
-def test_a_checkpoint_of_the_model_agrees():
+def test_matching_checkpoint_has_no_differences():
     found = cg.compare_weights(declared(), llama())
-    # 2*29*24 of both tables, 24 of the last norm, 3 layers of 2*24*24 + 2*12*24 + 3*23*24 + 2*24
+    # 2*29*24 for both tables, 24 for the last norm, 3 layers with 2*24*24 + 2*12*24 + 3*23*24 + 2*24
     count = 2 * 29 * 24 + 24 + 3 * (2 * 24 * 24 + 2 * 12 * 24 + 3 * 23 * 24 + 2 * 24)
     assert found.agree
     assert (found.parameters, found.bytes) == ((count, count), (2 * count, 2 * count))
@@ -215,20 +215,20 @@ def test_each_difference_is_named(checkpoint, expected):
     assert [(r.kind, r.declared, r.stored, r.tensors, r.expected, r.found) for r in rows] == expected
 
 
-def test_tensors_are_put_together_or_taken_apart():
+def test_fused_and_split_tensors_match():
     apart = llama()
     names = [f"model.layers.{i}.self_attn.{x}_proj.weight" for i in range(3) for x in "qkv"]
     fused = layers(3, self_attn__qkv_proj__weight=(24 + 12 + 12, 24, "bf16"))
     together = Weights(without(apart, *names).rows + fused.rows, "file")
     assert cg.compare_weights(declared(), together).agree
     assert not cg.compare_weights(declared(), without(apart, *names)).agree
-    phi = cg.models.from_config({**file_of("Phi3ForCausalLM"), "torch_dtype": "bfloat16"})  # declares it as one
+    phi = cg.models.from_config({**file_of("Phi3ForCausalLM"), "torch_dtype": "bfloat16"})  # declares it fused
     assert cg.compare_weights(phi, together).agree
     assert cg.compare_weights(phi, apart).agree
 
 
 def quantized(depth, D, G, F, tensor, kept):
-    """Weights of a decoder whose linear layers, out x in, are several tensors each."""
+    """Return the weights of a decoder whose (out, in) linear layers are stored as several tensors each."""
     parts = {
         "self_attn__q_proj": (D, D),
         "self_attn__k_proj": (G, D),
@@ -244,14 +244,14 @@ def quantized(depth, D, G, F, tensor, kept):
     return Weights(layers(depth, **held, **norms).rows + top.rows, "file")  # fmt: skip
 
 
-def test_scales_and_packed_elements_are_counted_by_their_bytes():
-    wide = {**DECODER, "hidden_size": 256, "intermediate_size": 384}  # 4 heads of 64, 2 of keys
+def test_scales_and_packed_elements_count_by_bytes():
+    wide = {**DECODER, "hidden_size": 256, "intermediate_size": 384}  # 4 heads of 64, 2 key heads
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
     tensors = {
-        # one scale in fp32 for 128 x 128
+        # one fp32 scale per 128 x 128 block
         "fp8": lambda n, k: {"weight": (n, k, "fp8_e4m3"), "weight_scale_inv": (-(-n // 128), -(-k // 128), "fp32")},
-        # eight elements of 4 bits in an int32, in groups of 128 of each column
+        # eight 4-bit elements per int32, in groups of 128 per column
         "awq": lambda n, k: {"qweight": (k, n // 8, "int32"), "qzeros": (k // 128, n // 8, "int32"),
                              "scales": (k // 128, n, "fp16")},
     }  # fmt: skip
@@ -266,7 +266,7 @@ def test_scales_and_packed_elements_are_counted_by_their_bytes():
         assert not cg.compare_weights(declared(**wide), file).agree
 
 
-def test_sizes_that_are_open_and_headers_made_to_take_long():
+def test_open_sizes_and_adversarial_headers():
     with pytest.raises(cg.BindingError, match="left open, expected a size for each dimension of a parameter"):
         cg.compare_weights(load("mlp", symbolic=True), llama())
     many = {f"t__{'x' * i}": (24, "bf16") for i in range(5000)}
@@ -281,7 +281,7 @@ def test_sizes_that_are_open_and_headers_made_to_take_long():
         cg.compare_weights(declared(), weights(**dict(list(many.items())[:600])))
 
 
-def test_the_command_prints_tensors_and_differences(capsys, tmp_path):
+def test_command_prints_tensors_and_differences(capsys, tmp_path):
     pytest.importorskip("typer")
     from costgraph.cli import main
 

@@ -1,4 +1,4 @@
-"""Memory that a GPU's libraries and kernels take beside tensors, and the blocks that torch's allocator hands out."""
+"""GPU library and kernel workspaces, and the blocks of torch's caching allocator."""
 
 import json
 
@@ -19,7 +19,7 @@ BEFORE_HOPPER = 2 * 4 * MIB + 8 * 16 * KIB
 
 
 def scores():
-    """The mean of softmax(x W)."""
+    """Build the mean of softmax(x W)."""
     R, D, F = cg.dims("R D F")
     with cg.Graph("scores") as g:
         x, w = g.input("x", (R, D), "bf16"), g.param("w", (D, F), "bf16")
@@ -29,9 +29,9 @@ def scores():
 
 
 @each(("arch", "each"), [("sm_80", BEFORE_HOPPER), ("sm_89", BEFORE_HOPPER), ("sm_90", 32 * MIB)])
-def test_each_thread_that_multiplies_has_a_workspace(arch, each):
+def test_each_matmul_thread_has_a_workspace(arch, each):
     g, sizes = scores(), {"R": 11, "D": 13, "F": 17}
-    # forward: one thread, whatever is the peak otherwise
+    # the forward pass uses one thread, wherever the peak is
     assert cg.peak_memory(g, device="cuda", arch=arch, **sizes) == cg.peak_memory(g, **sizes) + each
     step = cg.backward(g)
     line = cg.timeline(step, device="cuda", arch=arch, **sizes)
@@ -43,7 +43,7 @@ def test_each_thread_that_multiplies_has_a_workspace(arch, each):
     assert line.by_role["workspace"] >= 2 * each
 
 
-def test_what_multiplies_nothing_has_no_workspace():
+def test_graphs_without_matmuls_have_no_workspace():
     R, D = cg.dims("R D")
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (R, D))))
@@ -51,27 +51,27 @@ def test_what_multiplies_nothing_has_no_workspace():
     assert cg.timeline(g, device="cuda").workspaces == {}
 
 
-def test_a_convolution_is_not_one_of_cublas():
+def test_convolution_has_no_cublas_workspace():
     N, C, H = cg.dims("N C H")
     with cg.Graph("g") as g:
         g.output(cg.conv(g.input("x", (N, C, H, H)), "n c h w -> n o h w", window=3, o=5))
     assert cg.timeline(g, device="cuda", N=2, C=3, H=7).workspaces == {}
 
 
-def test_the_gradient_of_softmax_makes_a_product_first():
+def test_softmax_gradient_materializes_product():
     step, sizes = cg.backward(scores()), {"R": 11, "D": 2, "F": 1009}
     found = cg.timeline(step, device="cuda", **sizes).workspaces
     (name,) = [name for name in found if not name.startswith("cuBLAS")]
     assert "softmax_backward" in name
-    # R*F elements of bf16: grad * output
+    # R*F bf16 elements for grad * output
     assert found[name] == 11 * 1009 * 2
-    # the op holds y, its gradient and the result, which are what the peak is beside x, w and their like
+    # the op holds y, its gradient and the result; x, w and their gradients make up the rest
     there = {m.op: m.bytes for m in cg.timeline(step, device="cuda", **sizes).moments}
     plain = {m.op: m.bytes for m in cg.timeline(step, **sizes).moments}
     assert there[name] == plain[name] + found[name] + 2 * 32 * MIB
 
 
-def test_a_peak_with_workspaces_is_a_formula():
+def test_peak_with_workspaces_is_symbolic():
     step, sizes = cg.backward(scores()), {"R": 11, "D": 13, "F": 1009}
     peak = cg.peak_memory(step, device="cuda", arch="sm_80")
     assert cg.evaluate(peak, **sizes) == cg.peak_memory(step, device="cuda", arch="sm_80", **sizes)
@@ -80,13 +80,13 @@ def test_a_peak_with_workspaces_is_a_formula():
     assert 2 * R * F in spaces <= {0, 2 * R * F}
 
 
-def test_a_device_is_one_that_is_known():
+def test_unknown_device_is_refused():
     g = scores()
     with pytest.raises(GraphError, match="peak_memory: device 'tpu', expected one of cuda"):
         cg.peak_memory(g, device="tpu")
     with pytest.raises(GraphError, match="timeline: arch 'hopper', expected a compute capability"):
         cg.timeline(g, device="cuda", arch="hopper")
-    with pytest.raises(GraphError, match="peak_memory: arch 'sm_80' of no device, expected device='cuda' with it"):
+    with pytest.raises(GraphError, match="peak_memory: arch 'sm_80' without a device; add device='cuda'"):
         cg.peak_memory(g, arch="sm_80")
 
 
@@ -98,11 +98,11 @@ def test_a_device_is_one_that_is_known():
     [
         (1, 512), (513, 1024), (MIB, MIB),  # cut from a segment of 2 MiB
         (MIB + 1, MIB + 512),  # from one of 20 MiB
-        (12 * MIB - 512, 12 * MIB),  # a segment of 12 MiB, of which 512 B are left over
-        (11 * MIB, 12 * MIB), (11 * MIB - 512, 11 * MIB - 512),  # more than 1 MiB is cut off
+        (12 * MIB - 512, 12 * MIB),  # a 12 MiB segment with 512 B left
+        (11 * MIB, 12 * MIB), (11 * MIB - 512, 11 * MIB - 512),  # a remainder above 1 MiB is split off
     ],
 )  # fmt: skip
-def test_a_block_is_whole_where_little_is_left_over(size, taken):
+def test_blocks_with_small_remainder_are_not_split(size, taken):
     allocator = CachingAllocator()
     block = allocator.take(size)
     assert (block.size, allocator.taken, allocator.most) == (taken, taken, taken)
@@ -110,28 +110,28 @@ def test_a_block_is_whole_where_little_is_left_over(size, taken):
     assert (allocator.taken, allocator.most) == (0, taken)
 
 
-def test_blocks_are_joined_and_taken_again():
+def test_free_blocks_are_merged_and_reused():
     allocator = CachingAllocator()
     first, second = allocator.take(3 * MIB), allocator.take(5 * MIB)
     assert (first.segment, first.at, second.segment, second.at) == (0, 0, 0, 3 * MIB)
     allocator.give(first)
-    # 12 MiB are free behind, 3 MiB before: the smaller one that fits
+    # 12 MiB are free after it and 3 MiB before: best fit takes the smaller one
     again = allocator.take(2 * MIB + MIB // 2)
-    assert (again.at, again.size) == (0, 3 * MIB)  # half a MiB is left over
+    assert (again.at, again.size) == (0, 3 * MIB)  # half a MiB is left
     allocator.give(again)
     allocator.give(second)
-    whole = allocator.take(19 * MIB + MIB // 2)  # all of the segment, joined again
+    whole = allocator.take(19 * MIB + MIB // 2)  # the whole segment, merged again
     assert (whole.segment, whole.at, whole.size) == (0, 0, 20 * MIB)
     small = allocator.take(7)
     assert small.segment == 1
 
 
-def test_a_peak_in_blocks_is_that_of_what_is_handed_out():
+def test_block_peak_matches_allocations():
     R = cg.dims("R")
     with cg.Graph("g") as g:
         x = g.input("x", (R,), "fp32")
         g.output(cg.relu(cg.relu(x)))
-    # 11 MiB each, of segments of 12: of x, and of what the first makes and of what the second does
+    # 11 MiB each from 12 MiB segments: x and both results
     elements = 11 * MIB // 4
     assert cg.peak_memory(g, R=elements) == 3 * 11 * MIB
     assert cg.peak_memory(g, allocator="cuda", R=elements) == 3 * 12 * MIB
@@ -142,18 +142,18 @@ def test_a_peak_in_blocks_is_that_of_what_is_handed_out():
 
 
 @each(("rows", "length", "extra"), [(128, 4096, 0), (127, 4099, 0), (131, 4099, 131 * 4099 * 20)])
-def test_a_sort_of_long_rows_makes_places_and_passes(rows, length, extra):
-    """Places in int64; elements of 4 B and places where a pass of the radix sort writes them."""
+def test_long_row_sort_allocates_indices_and_radix_buffers(rows, length, extra):
+    """int64 indices, 4-byte elements, and indices for a radix sort pass."""
     R, V = cg.dims("R V")
     with cg.Graph("g") as g:
         values, places = sort(g.input("x", (R, V)))
         g.output(values)
         g.output(places)
-    # x, its elements in order, and places
+    # x, the sorted elements, and the indices
     assert cg.peak_memory(g, device="cuda", R=rows, V=length) == rows * length * (4 + 4 + 8) + extra
 
 
-def test_statistics_of_rows_are_none_of_groups():
+def test_row_statistics_are_not_group_statistics():
     B, S, D = cg.dims("B S D")
     with cg.Graph("norms") as g:
         h = cg.einsum(g.input("x", (B, S, D)), g.param("w", (D, D)), "b s d, d e -> b s e")
@@ -171,13 +171,13 @@ def test_statistics_of_rows_are_none_of_groups():
 # -- other questions -----------------------------------------------------------------------------------------------
 
 
-def test_workspaces_are_listed_among_storages():
+def test_lifetimes_list_workspaces():
     step, sizes = cg.backward(scores()), {"R": 11, "D": 2, "F": 1009}
     plain = cg.lifetimes(step, **sizes)
-    found = cg.lifetimes(step, device="cuda", arch="sm_80", **sizes)
-    spaces = [r for r in found if r.role == "workspace"]
+    lifetimes = cg.lifetimes(step, device="cuda", arch="sm_80", **sizes)
+    spaces = [r for r in lifetimes if r.role == "workspace"]
     assert {r.tensor: r.bytes for r in spaces} == cg.timeline(step, device="cuda", arch="sm_80", **sizes).workspaces
-    assert [r for r in found if r.role != "workspace"] == list(plain)
+    assert [r for r in lifetimes if r.role != "workspace"] == list(plain)
     assert {(r.born, r.dies) for r in spaces if r.tensor.startswith("cuBLAS")} == {(None, None)}
     assert all(r.born == r.dies == r.tensor for r in spaces if not r.tensor.startswith("cuBLAS"))
 
@@ -189,7 +189,7 @@ def test_workspaces_are_listed_among_storages():
         ("h100-sxm", "sm_80", BEFORE_HOPPER), ("mi300x", "sm_80", BEFORE_HOPPER),
     ],
 )  # fmt: skip
-def test_a_report_takes_the_architecture_of_the_hardware(hardware, arch, each):
+def test_report_uses_hardware_architecture(hardware, arch, each):
     g, sizes = scores(), {"R": 11, "D": 13, "F": 17}
     plain, found = report(g, hardware, **sizes), report(g, hardware, device="cuda", arch=arch, **sizes)
     assert found.peak.value == plain.peak.value + each == cg.evaluate(found.peak.formula[0].formula, **sizes)
@@ -199,18 +199,18 @@ def test_a_report_takes_the_architecture_of_the_hardware(hardware, arch, each):
     assert json.loads(to_json(found))["peak_memory"]["arch"] == found.peak.arch
 
 
-def test_a_report_needs_an_architecture_of_a_device():
+def test_report_requires_known_architecture():
     g = scores()
-    with pytest.raises(SpecError, match="report: mi300x states no arch, expected arch= such as 'sm_90' beside device="):
+    with pytest.raises(SpecError, match="report: mi300x has no arch, expected arch=, such as 'sm_90', with device="):
         report(g, "mi300x", device="cuda")
-    with pytest.raises(GraphError, match="report: arch 'sm_80' of no device, expected device='cuda' with it"):
+    with pytest.raises(GraphError, match="report: arch 'sm_80' without a device; add device='cuda'"):
         report(g, "h100-sxm", arch="sm_80")
     with pytest.raises(GraphError, match="lifetimes: device 'tpu', expected one of cuda"):
         cg.lifetimes(g, device="tpu")
 
 
 @pytest.mark.parametrize("command", ["report", "train"])
-def test_the_commands_count_workspaces_where_they_are_asked_to(command, capsys):
+def test_commands_count_workspaces_on_request(command, capsys):
     main = pytest.importorskip("costgraph.cli.app").main
 
     def peak(*words):

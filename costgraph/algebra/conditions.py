@@ -65,10 +65,10 @@ class Requirement(NamedTuple):
         This is exact in float64 if both parts are below 2**53: the distance of a non-integer quotient from the nearest
         integer then exceeds the rounding error.
         """
-        least = self.least * below
+        bound = self.least * below
         if self.equal:
-            return above == least
-        large = above > least if self.strict else above >= least
+            return above == bound
+        large = above > bound if self.strict else above >= bound
         if not self.whole or (isinstance(below, int) and below == 1):
             return large
         if np.result_type(above, below).kind != "f":
@@ -105,10 +105,16 @@ class Condition(NamedTuple):
         if holds:
             return
         used = ", ".join(f"{n}={_value(values[n])}" for n in sorted(self.names)) or "any sizes"
-        kind = "whole number" if self.whole else "amount"
-        expected = f"a positive {kind}" if self.least else f"a{'' if self.whole else 'n'} {kind} that is not negative"
-        has = "has size" if self.whole else "is"
-        raise BindingError(f"{used}: {self.place} {has} {self.formula.brief()} = {met}, expected {expected}")
+        kind = "integer" if self.whole else "amount"
+        expected = (
+            f"a positive {kind}"
+            if self.least
+            else "a nonnegative integer"
+            if self.whole
+            else "an amount that is not negative"
+        )
+        verb = "has size" if self.whole else "is"
+        raise BindingError(f"{used}: {self.place} {verb} {self.formula.brief()} = {met}, expected {expected}")
 
     def _holds(self, number: Rational | sympy.Expr) -> bool:
         return (isinstance(number, int) or not self.whole) and bool(number >= self.least)
@@ -145,10 +151,10 @@ class Conditions:
         for relation in self.relations:
             if not relation.equal:
                 continue
-            found = solve(relation.difference.bind(values), relation.subject)
-            if found is None:
+            solution = solve(relation.difference.bind(values), relation.subject)
+            if solution is None:
                 continue
-            name, value = found
+            name, value = solution
             if not value.names() and not value.is_size:
                 raise BindingError(
                     f"assumption {relation.text!r} makes {name}={_value(value)}, expected a positive integer"
@@ -160,13 +166,13 @@ class Conditions:
 
 def _known(relations: Iterable[Relation], declared: Iterable[Condition]) -> Relations:
     """Return assumptions and lower bounds from declarations as known relations."""
-    stated = tuple(relations)
+    assumptions = tuple(relations)
     # only bounds on a single size or atom: D/H >= 1 would replace assumptions about its symbols
     single = [c for c in declared if len(c.formula.generators()) == 1]
-    asked = tuple(Relation(f"{c.place} >= {c.least}", c.formula - c.least, equal=False) for c in single)
-    for found in ((*stated, *asked), stated):
+    bounds = tuple(Relation(f"{c.place} >= {c.least}", c.formula - c.least, equal=False) for c in single)
+    for candidates in ((*assumptions, *bounds), assumptions):
         try:
-            return Relations(found)
+            return Relations(candidates)
         except (PatternError, ShapeError):  # unsatisfiable declarations: nothing to compare
             continue
     return NOTHING_KNOWN
@@ -193,10 +199,10 @@ class LoopCounts:
         self,
         sure: Mapping[str, int],
         holds: Callable[[dict[str, int]], bool] | None = None,
-        known: Mapping[frozenset[tuple[str, int]], bool] = MappingProxyType({}),
+        results: Mapping[frozenset[tuple[str, int]], bool] = MappingProxyType({}),
     ) -> None:
         self.sure, self._holds = dict(sure), holds
-        self._known = {**known, frozenset(): True}
+        self._known = {**results, frozenset(): True}
 
     def hold(self, counts: Mapping[str, int]) -> bool:
         """Whether the form holds for these counts, with all others large."""
@@ -212,13 +218,13 @@ class LoopCounts:
         if self.hold(counts):
             return
         # a symbol for which a larger count suffices, with the smallest such count
-        name, least = next(
+        name, smallest = next(
             ((n, k) for n in counts for k in range(counts[n], self.sure[n] + 1) if self.hold({**counts, n: k})),
             next(iter(self.sure.items())),
         )
         raise BindingError(
-            f"{name}={_value(values[name])}: the formula holds from {name}={least} on, expected the question to be "
-            f"asked of the graph with {name} bound"
+            f"{name}={_value(values[name])}: the formula holds only from {name}={smallest}; derive it "
+            f"from the graph with {name} bound"
         )
 
     def __deepcopy__(self, memo: object) -> LoopCounts:
@@ -226,7 +232,7 @@ class LoopCounts:
 
     def __reduce__(self) -> tuple[object, ...]:
         if self._holds is not None and prod(self.sure.values()) <= _MOST_LOOKED_AT:
-            for counts in product(*(range(1, most) for most in self.sure.values())):
+            for counts in product(*(range(1, limit) for limit in self.sure.values())):
                 self.hold(dict(zip(self.sure, counts, strict=True)))
         return LoopCounts, (self.sure, None, self._known)
 
@@ -246,9 +252,9 @@ class Validity:
     def names(self) -> frozenset[str]:
         """Names of constrained open symbols."""
         mine = dict(self.values)
-        asked = self.conditions.names | (self.counts.sure.keys() if self.counts else frozenset())
-        inside = [v.names() for v in mine.values() if v is not None]
-        return (asked - mine.keys()).union(*inside)
+        constrained = self.conditions.names | (self.counts.sure.keys() if self.counts else frozenset())
+        bound_names = [v.names() for v in mine.values() if v is not None]
+        return (constrained - mine.keys()).union(*bound_names)
 
     def bound(self, change: Callable[[Poly], Poly | None], names: Iterable[str]) -> Validity:
         """Return the validity after changing the named symbols; BindingError if that violates a condition."""
@@ -281,10 +287,10 @@ class Validity:
         """Facts about the open symbols."""
         if not self.values:
             return self.conditions.known
-        put, unknown = {k: v for k, v in self.values if v is not None}, {k for k, v in self.values if v is None}
-        relations = [r.at(put) for r in self.conditions.relations if unknown.isdisjoint(r.difference.names())]
+        bound, unknown = {k: v for k, v in self.values if v is not None}, {k for k, v in self.values if v is None}
+        relations = [r.at(bound) for r in self.conditions.relations if unknown.isdisjoint(r.difference.names())]
         declared = [c for c in self.conditions.declared if unknown.isdisjoint(c.names)]
-        declared = [c._replace(formula=c.formula.bind(put)) for c in declared]
+        declared = [c._replace(formula=c.formula.bind(bound)) for c in declared]
         return _known(
             (r for r in relations if r.difference.constant is None),
             (c for c in declared if c.formula.constant is None),
@@ -292,32 +298,36 @@ class Validity:
 
     def counted(self) -> dict[str, Poly]:
         """Return the trip counts of the closed form, in terms of open symbols."""
-        put = {k: v for k, v in self.values if v is not None}
+        bound = {k: v for k, v in self.values if v is not None}
         sure = self.counts.sure if self.counts else {}
-        return {name: put.get(name, poly(symbol(name))) for name in sure if dict(self.values).get(name, 1) is not None}
+        return {
+            name: bound.get(name, poly(symbol(name))) for name in sure if dict(self.values).get(name, 1) is not None
+        }
 
     def tests(self) -> list[Requirement]:
         """Return the requirements on open symbols, except trip counts."""
-        known, unknown = self.settled(), {k for k, v in self.values if v is None}
-        put = {k: v for k, v in self.values if v is not None and k not in known}
-        made = [Requirement(c.formula, c.least, whole=c.whole) for c in self.conditions.declared]
-        made += [Requirement(r.difference, equal=r.equal, strict=r.strict) for r in self.conditions.relations]
+        settled, unknown = self.settled(), {k for k, v in self.values if v is None}
+        bound = {k: v for k, v in self.values if v is not None and k not in settled}
+        requirements = [Requirement(c.formula, c.least, whole=c.whole) for c in self.conditions.declared]
+        requirements += [Requirement(r.difference, equal=r.equal, strict=r.strict) for r in self.conditions.relations]
         # values of symbols, and sizes implied by equalities, are sizes as well
-        made += [Requirement(poly(symbol(k)), 1, whole=True) for k in (*known, *put)]
-        inside = [a._replace(amount=a.amount.bind(known)) for a in made]
-        seen = [a._replace(amount=a.amount.bind(put)) for a in inside if unknown.isdisjoint(a.amount.names())]
-        return [a for a in dict.fromkeys(seen) if a.amount.constant is None and not _always(a)]
+        requirements += [Requirement(poly(symbol(k)), 1, whole=True) for k in (*settled, *bound)]
+        with_settled = [a._replace(amount=a.amount.bind(settled)) for a in requirements]
+        with_bound = [
+            a._replace(amount=a.amount.bind(bound)) for a in with_settled if unknown.isdisjoint(a.amount.names())
+        ]
+        return [a for a in dict.fromkeys(with_bound) if a.amount.constant is None and not _always(a)]
 
 
-def _always(asked: Requirement) -> bool:
-    whole = all(
+def _always(requirement: Requirement) -> bool:
+    is_integral = all(
         isinstance(c, int) and all(e > 0 and (k[0] != "~" or generator(k).is_integer) for k, e in m)
-        for m, c in asked.amount.terms.items()
+        for m, c in requirement.amount.terms.items()
     )
-    if asked.equal or (asked.whole and not whole):
+    if requirement.equal or (requirement.whole and not is_integral):
         return False
-    least: Rational | None = lower(asked.amount)
-    return least is not None and (least > asked.least or (least == asked.least and not asked.strict))
+    bound: Rational | None = lower(requirement.amount)
+    return bound is not None and (bound > requirement.least or (bound == requirement.least and not requirement.strict))
 
 
 # -- conditioned expressions -------------------------------------------------------------------------------------------
@@ -337,14 +347,14 @@ def held_by(*values: object) -> tuple[Validity, ...]:
     return tuple(dict.fromkeys(v for value in values if isinstance(value, _Conditioned) for v in value.held))
 
 
-def conditioned(value: Any, held: Iterable[Validity]) -> Any:
+def conditioned(value: Any, validities: Iterable[Validity]) -> Any:
     """Return a formula with conditions attached; unchanged if there are none, or if it has no symbols."""
-    held = tuple(v for v in held if v.names or v.values)
-    if not held or not isinstance(value, sympy.Expr) or not value.free_symbols:
+    validities = tuple(v for v in validities if v.names or v.values)
+    if not validities or not isinstance(value, sympy.Expr) or not value.free_symbols:
         return plain(value)
     kind: Any = type(plain(value))
     out: Any = object.__new__(_class_of(kind))
-    out._plain, out.held = plain(value), held
+    out._plain, out.held = plain(value), validities
     return out
 
 
@@ -358,8 +368,8 @@ def _class_of(base: Any) -> Any:
     # printers and term order depend on the class name
     space: dict[str, Any] = {"__slots__": ("_plain", "held"), "__module__": base.__module__, "__doc__": base.__doc__}
     for name in dir(base):
-        own = name.startswith("__") or hasattr(_Conditioned, name)
-        if not own and isinstance(getattr_static(base, name), FunctionType | property | MemberDescriptorType):
+        has_override = name.startswith("__") or hasattr(_Conditioned, name)
+        if not has_override and isinstance(getattr_static(base, name), FunctionType | property | MemberDescriptorType):
             space[name] = property(attrgetter(f"_plain.{name}"))
     return type(base)(base.__name__, (_Conditioned, base), space)
 
@@ -415,10 +425,10 @@ def _replacing(name: str) -> Callable[..., Any]:
             except ShapeError:  # floats and foreign symbols: nothing is known
                 return None
 
-        put: list[Any] = []
-        _each(put.append, args)  # substituted formulas have conditions too
-        held = [v.bound(changed, v.names) for v in self.held]
-        return conditioned(getattr(self._plain, name)(*bare, **kwargs), [*held, *held_by(*put)])
+        substituted: list[Any] = []
+        _each(substituted.append, args)  # substituted formulas have conditions too
+        validities = [v.bound(changed, v.names) for v in self.held]
+        return conditioned(getattr(self._plain, name)(*bare, **kwargs), [*validities, *held_by(*substituted)])
 
     return method
 

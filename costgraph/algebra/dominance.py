@@ -61,7 +61,7 @@ def signs_met(p: Poly) -> frozenset[int]:
     >>> sorted(signs_met(parse_formula("B*S - 40*B"))), sorted(signs_met(parse_formula("B*S + 3")))
     ([-1, 1], [1])
     """
-    found, draw, names = set[int](), random.Random(0), sorted(p.names())
+    signs, draw, names = set[int](), random.Random(0), sorted(p.names())
     if any(k[0] == "~" and generator(k).is_Pow for k in p.generators()):
         return frozenset()
     for _ in range(_POINTS):
@@ -71,10 +71,10 @@ def signs_met(p: Poly) -> frozenset[int]:
         except ShapeError:  # division by zero: not admissible
             continue
         if value:
-            found.add(1 if value > 0 else -1)
-        if len(found) == 2:
+            signs.add(1 if value > 0 else -1)
+        if len(signs) == 2:
             break
-    return frozenset(found)
+    return frozenset(signs)
 
 
 # -- convex hull -------------------------------------------------------------------------------------------------------
@@ -99,13 +99,13 @@ def skyline(table: Table, order: Sequence[int]) -> list[int]:
     """Return the rows that no other row dominates, keeping the first of equal rows in the given order."""
     # a dominating row has the larger sum
     sums = [int(n) for n in table.sum(axis=1)]
-    kept: list[int] = []
-    found = np.empty_like(table)
+    selected: list[int] = []
+    front = np.empty_like(table)
     for i in sorted(order, key=lambda i: -sums[i]):
-        if not (found[: len(kept)] >= table[i]).all(axis=1).any():
-            found[len(kept)] = table[i]
-            kept.append(i)
-    return kept
+        if not (front[: len(selected)] >= table[i]).all(axis=1).any():
+            front[len(selected)] = table[i]
+            selected.append(i)
+    return selected
 
 
 def corners(table: Table) -> list[int]:
@@ -116,16 +116,16 @@ def corners(table: Table) -> list[int]:
     >>> corners(np.array([[4, 0], [0, 4], [2, 2], [1, 1], [3, 3]]))
     [0, 1, 4]
     """
-    kept = list(range(len(table)))
-    most, least = table.max(axis=0), table.min(axis=0)
-    first = table == most
-    alone = first[:, first.sum(axis=0) == 1].any(axis=1)  # a unique column maximum cannot be dominated
-    for i in np.flatnonzero(~alone):
-        others = [j for j in kept if j != i]
-        above = table[:, table[i] > least]
+    remaining = list(range(len(table)))
+    maximum, minimum = table.max(axis=0), table.min(axis=0)
+    first = table == maximum
+    is_unique_max = first[:, first.sum(axis=0) == 1].any(axis=1)  # a unique column maximum cannot be dominated
+    for i in np.flatnonzero(~is_unique_max):
+        others = [j for j in remaining if j != i]
+        above = table[:, table[i] > minimum]
         if len(others) > 1 and reached(above[others] - above[i]):
-            kept = others
-    return kept
+            remaining = others
+    return remaining
 
 
 def reached(gains: Table) -> bool:
@@ -148,10 +148,10 @@ def reached(gains: Table) -> bool:
 def _mean(gains: Table) -> bool:
     """Whether the search finds a convex combination that is exactly nonnegative in every column."""
     scales = np.abs(gains).max(axis=0)
-    found = _game((gains / scales).astype(float) + 2.0)
-    if found is None:
+    solution = _game((gains / scales).astype(float) + 2.0)
+    if solution is None:
         return False
-    rows, columns, near = found
+    rows, columns, near = solution
     weights = np.array([int(share) for share in np.rint(near * _FINE)], dtype=object)
     if (weights >= 0).all() and weights.any() and (weights @ gains.astype(object) >= 0).all():
         return True
@@ -162,8 +162,8 @@ def _mean(gains: Table) -> bool:
     shares = _solved(system)
     if shares is None or min(shares) < 0:
         return False
-    whole = lcm(*(share.denominator for share in shares))
-    weights = np.array([int(share * whole) for share in shares], dtype=object)
+    scale = lcm(*(share.denominator for share in shares))
+    weights = np.array([int(share * scale) for share in shares], dtype=object)
     return bool((weights @ gains[rows].astype(object) >= 0).all())
 
 
@@ -205,10 +205,10 @@ def _solved(system: list[list[int]]) -> list[Fraction] | None:
     """Solve a square linear system given as augmented rows exactly; None if it is singular."""
     rows = [[Fraction(n) for n in row] for row in system]
     for i in range(len(rows)):
-        at = next((j for j in range(i, len(rows)) if rows[j][i]), None)
-        if at is None:
+        pivot = next((j for j in range(i, len(rows)) if rows[j][i]), None)
+        if pivot is None:
             return None
-        rows[i], rows[at] = rows[at], rows[i]
+        rows[i], rows[pivot] = rows[pivot], rows[i]
         rows[i] = [n / rows[i][i] for n in rows[i]]
         for j, row in enumerate(rows):
             if j != i and row[i]:
@@ -225,22 +225,22 @@ _MOST_TERMS = 1 << 17
 BOUNDS: dict[type, Callable[[sympy.Expr, Relations], Rational | None]] = {}
 
 
-def _pow_bound(expr: sympy.Expr, known: Relations) -> Rational | None:
+def _pow_bound(expr: sympy.Expr, relations: Relations) -> Rational | None:
     # such as (1 - k/E)**T with k <= E, and 1/(S + T)
-    return 0 if known.nonnegative(poly(expr.base)) else None
+    return 0 if relations.nonnegative(poly(expr.base)) else None
 
 
-def _rounded_bound(expr: sympy.Expr, known: Relations) -> Rational | None:
-    least = lower(poly(expr.args[0]), known)
-    if least is None:
+def _rounded_bound(expr: sympy.Expr, relations: Relations) -> Rational | None:
+    bound = lower(poly(expr.args[0]), relations)
+    if bound is None:
         return None
-    return floor(least) if isinstance(expr, sympy.floor) else ceil(least)
+    return floor(bound) if isinstance(expr, sympy.floor) else ceil(bound)
 
 
 BOUNDS |= {sympy.Pow: _pow_bound, sympy.floor: _rounded_bound, sympy.ceiling: _rounded_bound}
 
 
-def lower(p: Poly, known: Relations | None = None) -> Rational | None:
+def lower(p: Poly, relations: Relations | None = None) -> Rational | None:
     """Return a lower bound of a polynomial, or None if none is found.
 
     Examples
@@ -249,15 +249,17 @@ def lower(p: Poly, known: Relations | None = None) -> Rational | None:
     >>> lower(parse_formula("B*S - B + 3")), lower(parse_formula("B - S"))
     (3, None)
     """
-    return _lower_without_assumptions(p) if known is None or known is NOTHING_KNOWN else _lower(p, known)
+    return _lower_without_assumptions(p) if relations is None or relations is NOTHING_KNOWN else _lower(p, relations)
 
 
-def _lower(p: Poly, known: Relations) -> Rational | None:
-    found = _at_least(p, known)
-    if found is None:
-        found = max((n for q in opened(p, known.has_sign) if (n := _at_least(q, known)) is not None), default=None)
-        found = found if found is None or integral(p) != p else ceil(found)
-    return found
+def _lower(p: Poly, relations: Relations) -> Rational | None:
+    bound = _at_least(p, relations)
+    if bound is None:
+        bound = max(
+            (n for q in opened(p, relations.has_sign) if (n := _at_least(q, relations)) is not None), default=None
+        )
+        bound = bound if bound is None or integral(p) != p else ceil(bound)
+    return bound
 
 
 @cached(1 << 12)
@@ -266,18 +268,18 @@ def _lower_without_assumptions(p: Poly) -> Rational | None:
     return _lower(p, NOTHING_KNOWN)
 
 
-def _at_least(p: Poly, known: Relations) -> Rational | None:
-    least = {k: known.least(k) for k in p.generators()}
-    if None in least.values():
+def _at_least(p: Poly, relations: Relations) -> Rational | None:
+    bounds = {k: relations.least(k) for k in p.generators()}
+    if None in bounds.values():
         return None
-    positive = all(b is not None and b >= 0 for b in least.values())
+    positive = all(b is not None and b >= 0 for b in bounds.values())
     if positive and all(c >= 0 for m, c in p.terms.items() if m):
         if all(e > 0 for m in p.terms for _, e in m):
-            return sum((c * prod((least[k] or 0) ** e for k, e in m) for m, c in p.terms.items()), start=0)
+            return sum((c * prod((bounds[k] or 0) ** e for k, e in m) for m, c in p.terms.items()), start=0)
         return p.terms.get((), 0)  # a reciprocal may be arbitrarily close to 0
     if any(e < 0 for m in p.terms for _, e in m):
-        return 0 if known.nonnegative(p) else None
-    shifted = known.shifted([p])
+        return 0 if relations.nonnegative(p) else None
+    shifted = relations.shifted([p])
     if shifted is None or any(c < 0 for m, c in shifted[0].terms.items() if m):
         return None
     return shifted[0].terms.get((), 0)
@@ -285,10 +287,10 @@ def _at_least(p: Poly, known: Relations) -> Rational | None:
 
 def integral(p: Poly) -> Poly | None:
     """Return a positive multiple that is an integer for all sizes, or None if an atom may not be an integer."""
-    found = NOTHING_KNOWN.cleared([p])
-    if found is None or any(k[0] == "~" and not generator(k).is_integer for k in found[0].generators()):
+    cleared = NOTHING_KNOWN.cleared([p])
+    if cleared is None or any(k[0] == "~" and not generator(k).is_integer for k in cleared[0].generators()):
         return None
-    return found[0] * lcm(*(c.denominator for c in found[0].terms.values()))
+    return cleared[0] * lcm(*(c.denominator for c in cleared[0].terms.values()))
 
 
 class Relation:
@@ -301,12 +303,12 @@ class Relation:
     def __init__(
         self, text: str, difference: Poly, *, equal: bool, strict: bool = False, subject: Sequence[str] = ()
     ) -> None:
-        whole = integral(difference) if strict else None
+        integral_difference = integral(difference) if strict else None
         self.text = text
         # a positive integer is at least 1
-        self.difference = difference if whole is None else whole - 1
+        self.difference = difference if integral_difference is None else integral_difference - 1
         self.equal = equal
-        self.strict = strict and whole is None
+        self.strict = strict and integral_difference is None
         self.subject = subject
 
     def at(self, values: Mapping[str, Poly]) -> Relation:
@@ -318,16 +320,18 @@ class Relation:
     def bound(self) -> Rational | None:
         """Lower bound of a symbol if the relation states nothing else, for sorting."""
         names = self.difference.generators()
-        own = alone(self.difference, *names) if len(names) == 1 else None
-        if own is None or own[0] <= 0 or own[1].constant is None:
+        isolated = alone(self.difference, *names) if len(names) == 1 else None
+        if isolated is None or isolated[0] <= 0 or isolated[1].constant is None:
             return None
-        return Fraction(-own[1].constant) / own[0]
+        return Fraction(-isolated[1].constant) / isolated[0]
 
     def check(self, values: Mapping[str, Poly]) -> None:
         """Raise BindingError if bound sizes violate the assumption."""
         try:
-            left = self.difference.bind(values).number
-            broken = left is not None and bool(left < 0 or (self.equal and left != 0) or (self.strict and left == 0))
+            value = self.difference.bind(values).number
+            broken = value is not None and bool(
+                value < 0 or (self.equal and value != 0) or (self.strict and value == 0)
+            )
         except ShapeError:  # division by zero, or the root of a negative number
             broken = True
         if broken:
@@ -365,25 +369,25 @@ class Relations:
     def _admit(self, relation: Relation) -> None:
         """Record D == H*K and F >= D as substitutions."""
         self._least.clear()  # bounds of atoms may improve
-        found = self._expressed([relation.difference])
-        if found is None:
+        expressed = self._expressed([relation.difference])
+        if expressed is None:
             return
-        (difference,) = found
+        (difference,) = expressed
         self._state(difference)
         subject = [s for s in relation.subject if s in difference.generators()]
         if relation.equal:
             solved = solve(difference, subject)
-            part = exact(difference) or (None if solved else solve_rounded(difference))
-            self._whole += [part] if part else []
+            rounded = exact(difference) or (None if solved else solve_rounded(difference))
+            self._whole += [rounded] if rounded else []
             if solved is not None and not solved[1].names() and not solved[1].is_size:
                 raise self._contradiction(relation)
             self._equal += [solved] if solved else []
             return
         for key in [*subject, *sorted(symbols_in(difference) - set(subject))]:
-            own = alone(difference, key)
-            if own is None or own[0] < 0:
+            isolated = alone(difference, key)
+            if isolated is None or isolated[0] < 0:
                 continue
-            bound = own[1] / -own[0]
+            bound = isolated[1] / -isolated[0]
             if bound.constant is not None:
                 bound = as_poly(ceil(bound.constant))
             # sizes are at least 1 anyway
@@ -394,26 +398,26 @@ class Relations:
     def _state(self, difference: Poly) -> None:
         """Record ceiling(S/4 - 2) >= 1 as a lower bound of an atom."""
         for key in difference.generators() if len(difference.generators()) == 1 else ():
-            slope, rest = difference.terms.get(((key, 1),), 0), difference.terms.get((), 0)
-            if key[0] == "~" and slope > 0 and difference == Poly({((key, 1),): slope}) + rest:
-                bound = Fraction(-rest) / slope
+            slope, constant = difference.terms.get(((key, 1),), 0), difference.terms.get((), 0)
+            if key[0] == "~" and slope > 0 and difference == Poly({((key, 1),): slope}) + constant:
+                bound = Fraction(-constant) / slope
                 self._stated[key] = max(bound, self._stated.get(key, bound))
                 self._least.clear()
 
     def _limit(self, relation: Relation) -> None:
         """Record S <= 1024 as an upper bound, for slacks too."""
-        found = None if relation.equal else self._expressed([relation.difference])
-        if found is None:
+        expressed = None if relation.equal else self._expressed([relation.difference])
+        if expressed is None:
             return
-        for key in sorted(k for k in found[0].generators() if k[0] != "~"):
-            own = alone(found[0], key)
-            room = None if own is None or own[0] > 0 else lower(own[1] / own[0], self)
+        for key in sorted(k for k in expressed[0].generators() if k[0] != "~"):
+            isolated = alone(expressed[0], key)
+            room = None if isolated is None or isolated[0] > 0 else lower(isolated[1] / isolated[0], self)
             if room is None:  # the generator is at most -room
                 continue
-            most = -room if key[0] == SLACK else floor(-room)
-            if most < (self.least(key) or 0):
+            upper = -room if key[0] == SLACK else floor(-room)
+            if upper < (self.least(key) or 0):
                 raise self._contradiction(relation)
-            self._most[key] = min(most, self._most.get(key, most))
+            self._most[key] = min(upper, self._most.get(key, upper))
 
     def _refute(self, relation: Relation) -> None:
         difference = relation.difference
@@ -443,14 +447,14 @@ class Relations:
         if key not in self._least:
             expr = generator(key)
             bound = BOUNDS.get(type(expr))
-            own = enclosed(key)[0] if is_root(key) else None if bound is None else bound(expr, self)
-            self._least[key] = max((b for b in (self._stated.get(key), own) if b is not None), default=None)
+            bound_of_atom = enclosed(key)[0] if is_root(key) else None if bound is None else bound(expr, self)
+            self._least[key] = max((b for b in (self._stated.get(key), bound_of_atom) if b is not None), default=None)
         return self._least[key]
 
     def _divides(self, key: str) -> bool:
         """Whether a generator is known to be nonnegative, so that multiplying by it keeps signs."""
-        least = self.least(key)
-        return least is not None and least >= 0
+        bound = self.least(key)
+        return bound is not None and bound >= 0
 
     def cleared(self, ps: Sequence[Poly]) -> list[Poly] | None:
         """Multiply by common denominators of known sign; None if the sign of a factor is unknown."""
@@ -465,8 +469,8 @@ class Relations:
 
     def shifted(self, ps: Sequence[Poly]) -> list[Poly] | None:
         """Write each generator as its lower bound, if known, plus a nonnegative slack."""
-        least = {key: self.least(key) for key in set[str]().union(*(p.generators() for p in ps))}
-        new = {key: as_poly(low) + Poly({((SLACK + key, 1),): 1}) for key, low in least.items() if low}
+        bounds = {key: self.least(key) for key in set[str]().union(*(p.generators() for p in ps))}
+        new = {key: as_poly(low) + Poly({((SLACK + key, 1),): 1}) for key, low in bounds.items() if low}
         try:
             return [p.substitute(new) for p in ps]
         except ShapeError:  # too long to expand
@@ -496,13 +500,13 @@ class Relations:
         if out is None:
             return None
         roots = {k: enclosed(k)[1] for p in out for k in p.generators() if is_root(k)}
-        for key, most in {**self._most, **roots}.items():
+        for key, upper in {**self._most, **roots}.items():
             degree = max((e for p in out for m in p.terms for k, e in m if k == key), default=0)
             # skip bounds that would exceed the limit
             if degree and sum(len(p.terms) for p in out) * (degree + 1) <= _MOST_TERMS:
                 # L <= S <= U becomes S = (U + L*t)/(1 + t) with t >= 0, with the denominator cleared
                 t = Poly({((SLACK + key + "<", 1),): 1})
-                low = t * (self.least(key) or 0) + most
+                low = t * (self.least(key) or 0) + upper
                 try:
                     powers = [low**power * (t + 1) ** (degree - power) for power in range(degree + 1)]
                     out = [_collected(p, key, powers) for p in out]
@@ -519,10 +523,10 @@ class Relations:
         """
         plain = [m for m in monomials if all(e > 0 or self._divides(k) for k, e in m)]
         ps = [Poly({m: 1}) for m in plain]
-        found = self._expanded(ps) if known else self._bare(ps)
-        if found is None:
+        images = self._expanded(ps) if known else self._bare(ps)
+        if images is None:
             return None
-        return {m: Poly({m: 1}) for m in monomials} | dict(zip(plain, found, strict=True))
+        return {m: Poly({m: 1}) for m in monomials} | dict(zip(plain, images, strict=True))
 
     def has_sign(self, m: Monomial) -> bool:
         """Whether a monomial is known to be nonnegative."""
@@ -538,10 +542,10 @@ class Relations:
             return False
         if any(map(self._no_negative, self._forms(p))):
             return True
-        whole = integral(p)  # an integer above -1 is nonnegative
-        for plain in self.cleared([p]) or () if whole is None else [whole]:
+        multiple = integral(p)  # an integer above -1 is nonnegative
+        for plain in self.cleared([p]) or () if multiple is None else [multiple]:
             for q in opened(plain, self.has_sign):
-                room = 0 if whole is None else 1 - Fraction(1, denominator(q.terms))
+                room = 0 if multiple is None else 1 - Fraction(1, denominator(q.terms))
                 if any(map(self._no_negative, self._forms(q + room))):
                     return True
         return False
@@ -550,8 +554,8 @@ class Relations:
         """Return 1 if a polynomial is known to be nonnegative, -1 if nonpositive, else 0."""
         if len(self._met(p)) == 2:
             return 0
-        found = next((sign for ps in self._forms(p) for sign in (1, -1) if self._no_negative(ps, sign)), 0)
-        return found or next((sign for sign in (1, -1) if self.nonnegative(p * sign)), 0)
+        sign_of_forms = next((sign for ps in self._forms(p) for sign in (1, -1) if self._no_negative(ps, sign)), 0)
+        return sign_of_forms or next((sign for sign in (1, -1) if self.nonnegative(p * sign)), 0)
 
     def _met(self, p: Poly) -> frozenset[int]:
         """Return signs at sample sizes, which avoid most failing proofs."""
@@ -566,13 +570,13 @@ class Relations:
 
     def positive(self, p: Poly) -> bool:
         """Whether a polynomial is known to be positive for all admissible sizes."""
-        whole = integral(p)
-        if whole is not None:
-            return self.nonnegative(whole - 1)
+        multiple = integral(p)
+        if multiple is not None:
+            return self.nonnegative(multiple - 1)
         # without upper bounds: (U + t)/(1 + t) reaches its lower end only in the limit
         out = self._expressed([p])
-        found = None if out is None else self.shifted(out)
-        return found is not None and found[0].terms.get((), 0) > 0 and self._no_negative(found)
+        shifted = None if out is None else self.shifted(out)
+        return shifted is not None and shifted[0].terms.get((), 0) > 0 and self._no_negative(shifted)
 
     def _no_negative(self, ps: Sequence[Poly] | None, sign: int = 1) -> bool:
         return ps is not None and all(c * sign >= 0 and self.has_sign(m) for p in ps for m, c in p.terms.items())
@@ -580,8 +584,8 @@ class Relations:
 
 def _collected(p: Poly, key: str, powers: Sequence[Poly]) -> Poly:
     """Substitute a polynomial for each power of a generator."""
-    rest = {m: (dict(m).get(key, 0), tuple(f for f in m if f[0] != key)) for m in p.terms}
-    return total(Poly({rest[m][1]: c}) * powers[rest[m][0]] for m, c in p.terms.items())
+    split_powers = {m: (dict(m).get(key, 0), tuple(f for f in m if f[0] != key)) for m in p.terms}
+    return total(Poly({split_powers[m][1]: c}) * powers[split_powers[m][0]] for m, c in p.terms.items())
 
 
 def _contradicts(relations: list[Relation]) -> bool:
@@ -616,20 +620,20 @@ def prune(
     first: dict[Poly, Label] = {}
     for p, label in candidates:
         first.setdefault(p, label)
-    kept = list(first)
-    if len(kept) == 2:  # the most common case
-        a, b = sorted(kept, key=Poly.sort_key)
+    remaining = list(first)
+    if len(remaining) == 2:  # the most common case
+        a, b = sorted(remaining, key=Poly.sort_key)
         sign = relations.sign(a - b if largest else b - a)
-        kept = {1: [a], -1: [b], 0: kept}[sign]
-    elif len(kept) > 1:
+        remaining = {1: [a], -1: [b], 0: remaining}[sign]
+    elif len(remaining) > 1:
         # first without assumptions, which is fast for many candidates
-        kept = _best(kept, relations, None, largest=largest)
-        more = relations.relations or any(is_root(k) for p in kept for k in p.generators())
+        remaining = _best(remaining, relations, None, largest=largest)
+        more = relations.relations or any(is_root(k) for p in remaining for k in p.generators())
         for known in (False, True) if more else (False,):
-            images = relations.spread(sorted({m for p in kept for m in p.terms}), known=known)
-            if len(kept) > 1 and images is not None:
-                kept = _best(kept, relations, images, largest=largest)
-    final = set(kept)
+            images = relations.spread(sorted({m for p in remaining for m in p.terms}), known=known)
+            if len(remaining) > 1 and images is not None:
+                remaining = _best(remaining, relations, images, largest=largest)
+    final = set(remaining)
     return [(p, label) for p, label in first.items() if p in final]
 
 
@@ -653,10 +657,10 @@ def _best(
     table = np.hstack([table[:, changing], -table[:, changing & free]])
     table = table if largest else -table
     order = range(len(ps)) if images is None else sorted(range(len(ps)), key=lambda i: ps[i].sort_key())
-    found = skyline(table, order)
+    selected = skyline(table, order)
     if images is not None:
-        found = [found[i] for i in corners(table[found])]
-    return [ps[i] for i in found]
+        selected = [selected[i] for i in corners(table[selected])]
+    return [ps[i] for i in selected]
 
 
 def _coefficients(ps: Sequence[Poly]) -> Table:
@@ -665,17 +669,17 @@ def _coefficients(ps: Sequence[Poly]) -> Table:
     All coefficients are scaled by one number to integers.
     """
     monomials = {m: i for i, m in enumerate({m: None for p in ps for m in p.terms})}
-    whole = lcm(*{c.denominator for p in ps for c in p.terms.values()})
+    scale = lcm(*{c.denominator for p in ps for c in p.terms.values()})
     rows: list[list[int]] = [[0] * len(monomials) for _ in ps]
     for row, p in zip(rows, ps, strict=True):
         for m, c in p.terms.items():
-            row[monomials[m]] = c if type(c) is int and whole == 1 else int(c * whole)
-    most = max((abs(c) for row in rows for c in row), default=0)
+            row[monomials[m]] = c if type(c) is int and scale == 1 else int(c * scale)
+    magnitude = max((abs(c) for row in rows for c in row), default=0)
     shape = (len(ps), len(monomials))
-    return np.array(rows, dtype=np.int64 if most * max(len(monomials), 2) < _MOST else object).reshape(shape)
+    return np.array(rows, dtype=np.int64 if magnitude * max(len(monomials), 2) < _MOST else object).reshape(shape)
 
 
 def _product(a: Table, b: Table) -> Table:
     """Return the exact product of two matrices."""
-    most = int(np.abs(a).max(initial=0)) * int(np.abs(b).max(initial=0)) * max(a.shape[1], 2)
-    return a @ b if most < _MOST else a.astype(object) @ b.astype(object)
+    magnitude = int(np.abs(a).max(initial=0)) * int(np.abs(b).max(initial=0)) * max(a.shape[1], 2)
+    return a @ b if magnitude < _MOST else a.astype(object) @ b.astype(object)

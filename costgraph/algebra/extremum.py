@@ -77,7 +77,7 @@ class SelectedBranch(SimultaneousSubstitution):
     def _eval_subs(self, old: sympy.Expr, new: sympy.Expr) -> sympy.Expr | None:
         try:
             values = {old.name: poly(new)} if old in self.free_symbols else {}
-            keys, slopes = ([poly(e).bind(values).expr for e in part] for part in self.args[1:])
+            keys, slopes = ([poly(e).bind(values).expr for e in exprs] for exprs in self.args[1:])
         except ShapeError:  # not representable in the algebra
             return None
         return SelectedBranch(self.args[0], sympy.Tuple(*keys), sympy.Tuple(*slopes))
@@ -111,7 +111,7 @@ class SelectedBranch(SimultaneousSubstitution):
         return str(printer._print(self.rewrite(sympy.Piecewise)))
 
     def _code(self, printer: Any, choice: str) -> str:
-        sign, keys, values = ([printer._print(e) for e in part] for part in ([self.args[0]], *self.args[1:]))
+        sign, keys, values = ([printer._print(e) for e in exprs] for exprs in ([self.args[0]], *self.args[1:]))
         return f"(lambda k, v: {choice})([{sign[0]}*({f'), {sign[0]}*('.join(keys)})], [{', '.join(values)}])"
 
     def _numpycode(self, printer: Any) -> str:
@@ -152,12 +152,12 @@ class Rebuilder:
 
 def piecewise(cases: Sequence[sympy.Expr], values: Sequence[sympy.Expr], *, largest: bool) -> sympy.Expr:
     """Return the value in the extreme case, the first among equals, as an unevaluated Piecewise."""
-    at_least = sympy.Ge if largest else sympy.Le
-    pieces = [
-        (value, sympy.And(*(at_least(case, other, evaluate=False) for other in cases[i:]), evaluate=False))
+    dominates = sympy.Ge if largest else sympy.Le
+    branches = [
+        (value, sympy.And(*(dominates(case, other, evaluate=False) for other in cases[i:]), evaluate=False))
         for i, (case, value) in enumerate(zip(cases[:-1], values, strict=False), start=1)
     ]
-    return sympy.Piecewise(*pieces, (values[-1], True), evaluate=False)
+    return sympy.Piecewise(*branches, (values[-1], True), evaluate=False)
 
 
 def as_known(expr: sympy.Expr) -> sympy.Expr:
@@ -185,7 +185,9 @@ def eventually(cases: Sequence[sympy.Expr], growing: sympy.Symbol, *, largest: b
     for case in cases[1:]:
         gap = sympy.limit(case - best, growing, sympy.oo)
         if not (gap.is_extended_positive or gap.is_extended_negative):
-            raise UnsupportedError(f"limit of a maximum: {case} and {best} stay {gap} apart, expected one to win")
+            raise UnsupportedError(
+                f"limit of a maximum: {case} and {best} differ by {gap} in the limit; expected one to dominate"
+            )
         best = case if gap.is_extended_positive is largest else best
     return best
 
@@ -207,8 +209,8 @@ def shared(cases: Sequence[Poly]) -> tuple[Poly, list[Poly]]:
     >>> shared([poly(3*B + D), poly(2*B)])
     (2*B, [B + D, 0])
     """
-    least = {m: min(p.terms.get(m, 0) for p in cases) for m in sorted({m for p in cases for m in p.terms})}
-    common = Poly({m: c for m, c in least.items() if c})
+    smallest = {m: min(p.terms.get(m, 0) for p in cases) for m in sorted({m for p in cases for m in p.terms})}
+    common = Poly({m: c for m, c in smallest.items() if c})
     return common, [p - common for p in cases]
 
 
@@ -216,7 +218,7 @@ def as_text(cases: Iterable[tuple[Poly, str]], *, largest: bool = True) -> str:
     """Format the cases in a maximum or minimum as lines of text."""
     formulas, owners = zip(*cases, strict=True)
     common, rests = shared(formulas) if len(formulas) > 1 else (Poly({}), formulas)
-    texts = [str(rest.expr) for rest in rests]
+    texts = [str(remainder.expr) for remainder in rests]
     wide = max(map(len, texts))
     lines = [f"{text:{wide}}  {owner}".rstrip() for text, owner in zip(texts, owners, strict=True)]
     if len(lines) == 1:
@@ -281,17 +283,17 @@ class _Extremum(SimultaneousSubstitution):
         named = owners is None or (isinstance(owners, list | tuple) and len(owners) == len(args))
         if not named or not all(isinstance(o, Owner) for o in owners or ()):
             raise GraphError(f"{cls.__name__}: owners is {shown(owners)}, expected an owner for each argument")
-        given = list(zip(map(plain, map(as_expr, args)), owners or [Owner()] * len(args), strict=True))
+        cases = list(zip(map(plain, map(as_expr, args)), owners or [Owner()] * len(args), strict=True))
         try:
-            found = _build(cls, prune(_flat(cls, [(poly(e), o) for e, o in given]), largest=cls._largest))
-            return conditioned(found, held_by(*args))
+            built = _build(cls, prune(_flat(cls, [(poly(e), o) for e, o in cases]), largest=cls._largest))
+            return conditioned(built, held_by(*args))
         except ShapeError:
-            if not all(is_number_like(e) for e, _ in given):
+            if not all(is_number_like(e) for e, _ in cases):
                 raise
         # floats, and symbols that sympy inserts temporarily: unchanged
-        if all(e.is_number for e, _ in given):
-            return cls._sympy(*(e for e, _ in given))
-        return conditioned(_node(cls, sorted(given, key=lambda item: sympy.default_sort_key(item[0]))), held_by(*args))
+        if all(e.is_number for e, _ in cases):
+            return cls._sympy(*(e for e, _ in cases))
+        return conditioned(_node(cls, sorted(cases, key=lambda item: sympy.default_sort_key(item[0]))), held_by(*args))
 
     @property
     def func(self) -> Any:
@@ -351,8 +353,8 @@ class _Extremum(SimultaneousSubstitution):
         return SelectedBranch(1 if self._largest else -1, sympy.Tuple(*self.args), slopes)
 
     def _eval_is_positive(self) -> bool | None:
-        found = [a.is_positive for a in self.args]
-        return True if (any if self._largest else all)(f is True for f in found) else None
+        signs = [a.is_positive for a in self.args]
+        return True if (any if self._largest else all)(f is True for f in signs) else None
 
     def _eval_is_integer(self) -> bool | None:
         return True if all(a.is_integer for a in self.args) else None
@@ -391,8 +393,8 @@ class _Extremum(SimultaneousSubstitution):
     _sympyrepr = _sympystr
 
     def _latex(self, printer: StrPrinter, exp: str | None = None) -> str:
-        inside = ", ".join(printer._print(a) for a in self.args)
-        text = rf"\{self._python}\left({inside}\right)"
+        arguments = ", ".join(printer._print(a) for a in self.args)
+        text = rf"\{self._python}\left({arguments}\right)"
         return text if exp is None else rf"{text}^{{{exp}}}"
 
     def _repr_latex_(self) -> str:
@@ -472,8 +474,8 @@ def as_expr(value: object) -> sympy.Expr:
         return value
     try:
         # NumPy arrays may hold anything, even if sympy accepts them as numbers
-        known = isinstance(value, Number | sympy.Basic) and not isinstance(value, bool)
-        expr = sympy.sympify(value, strict=True) if known else None
+        is_formula = isinstance(value, Number | sympy.Basic) and not isinstance(value, bool)
+        expr = sympy.sympify(value, strict=True) if is_formula else None
     except (sympy.SympifyError, TypeError, ValueError):
         expr = None
     if not isinstance(expr, sympy.Expr):
@@ -493,16 +495,16 @@ def _flat(cls: type[_Extremum], candidates: Sequence[tuple[Poly, Owner]]) -> lis
     return out
 
 
-def _build(cls: type[_Extremum], kept: list[tuple[Poly, Owner]]) -> sympy.Expr:
-    if len(kept) == 1:
-        return kept[0][0].expr
-    kept.sort(key=lambda item: (len(item[0].terms), item[0].sort_key()))
-    return _node(cls, [(p.expr, o) for p, o in kept])
+def _build(cls: type[_Extremum], cases: list[tuple[Poly, Owner]]) -> sympy.Expr:
+    if len(cases) == 1:
+        return cases[0][0].expr
+    cases.sort(key=lambda item: (len(item[0].terms), item[0].sort_key()))
+    return _node(cls, [(p.expr, o) for p, o in cases])
 
 
-def _node(cls: type[_Extremum], given: Sequence[tuple[sympy.Expr, Owner]]) -> sympy.Expr:
-    out = sympy.Expr.__new__(cls, *(e for e, _ in given))
-    out.owners = tuple(o for _, o in given)
+def _node(cls: type[_Extremum], cases: Sequence[tuple[sympy.Expr, Owner]]) -> sympy.Expr:
+    out = sympy.Expr.__new__(cls, *(e for e, _ in cases))
+    out.owners = tuple(o for _, o in cases)
     return out
 
 
@@ -511,9 +513,9 @@ def extremum(candidates: Sequence[tuple[Poly, Owner]], *, largest: bool = True) 
     return _build(Max if largest else Min, list(candidates))
 
 
-def least_of(expr: sympy.Expr, known: Relations) -> Rational | None:
+def least_of(expr: sympy.Expr, relations: Relations) -> Rational | None:
     """Return a lower bound for a Max or Min from bounds on its arguments."""
-    bounds = [lower(poly(a), known) for a in expr.args]
+    bounds = [lower(poly(a), relations) for a in expr.args]
     if isinstance(expr, Max):
         return max((b for b in bounds if b is not None), default=None)
     return None if None in bounds else min(b for b in bounds if b is not None)

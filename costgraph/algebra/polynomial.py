@@ -92,9 +92,9 @@ def cached(size: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Cache results as lru_cache does, for functions of monomials or formulas, until atoms are collected."""
 
     def keep(function: Callable[..., T]) -> Callable[..., T]:
-        kept = lru_cache(maxsize=size)(function)
-        _caches.append(kept.cache_clear)
-        return kept
+        cached_function = lru_cache(maxsize=size)(function)
+        _caches.append(cached_function.cache_clear)
+        return cached_function
 
     return keep
 
@@ -115,7 +115,7 @@ def atom_key(expr: sympy.Expr) -> str:
     if key is not None:
         return key
     check_exact(expr)
-    _let_go()
+    _release()
     with _lock:
         key = _by_expr.get(expr)
         if key is None:
@@ -143,7 +143,7 @@ def _root(expr: sympy.Expr) -> tuple[str, int] | None:
     return (expr.base.name, int(expr.exp.q)) if plain else None
 
 
-def _let_go() -> None:
+def _release() -> None:
     """Empty the caches once the number of atoms has doubled since the last time."""
     global _limit
     if len(_by_expr) >= _limit:
@@ -161,8 +161,8 @@ def times(a: Monomial, b: Monomial) -> Monomial:
         powers[key] = powers.get(key, 0) + power
         if key[0] == "~" and isinstance(key, _Key) and key.root is not None:
             name, degree = key.root
-            whole, powers[key] = divmod(powers[key], degree)
-            powers[name] = powers.get(name, 0) + whole
+            carry, powers[key] = divmod(powers[key], degree)
+            powers[name] = powers.get(name, 0) + carry
     if powers and max(map(abs, powers.values())) > HIGHEST_EXPONENT:
         key, power = max(powers.items(), key=lambda item: abs(item[1]))
         raise ShapeError(f"{key.lstrip('~')}**{power}: expected an exponent within {HIGHEST_EXPONENT}")
@@ -220,8 +220,8 @@ def content(terms: Terms) -> tuple[Monomial, Rational]:
     scale = Fraction(gcd(*(c.numerator for c in terms.values())), lcm(*(c.denominator for c in terms.values())))
     common = tuple((k, low) for k in _keys(terms) if (low := _range(terms, k)[0]))
     # sign of the leading term after division, which does not depend on the factor
-    rest = {times(m, reciprocal(common)): c for m, c in terms.items()}
-    return common, scale if rest[max(rest)] > 0 else -scale
+    remainder = {times(m, reciprocal(common)): c for m, c in terms.items()}
+    return common, scale if remainder[max(remainder)] > 0 else -scale
 
 
 def quotient(terms: Terms, divisor: Terms) -> Terms | None:
@@ -238,21 +238,21 @@ def quotient(terms: Terms, divisor: Terms) -> Terms | None:
     if any(p > 0 and is_reciprocal(k) for k, p in lead):  # its reciprocal is a sum
         return None
     inverse, scale = reciprocal(lead), Fraction(1) / divisor[lead]
-    rest, parts = dict(terms), dict[Monomial, Rational]()
+    remainder, out = dict(terms), dict[Monomial, Rational]()
     for _ in range(_MOST_STEPS):
-        if not rest:
-            return {m: c for m, c in parts.items() if c}
-        top = max(rest, key=rank)
-        part, factor = times(top, inverse), tidy(rest[top] * scale)
-        powers = dict(part)
+        if not remainder:
+            return {m: c for m, c in out.items() if c}
+        top = max(remainder, key=rank)
+        monomial, factor = times(top, inverse), tidy(remainder[top] * scale)
+        powers = dict(monomial)
         if any(not low <= powers.get(k, 0) <= high for k, (low, high) in zip(keys, allowed, strict=True)):
             return None
-        parts[part] = tidy(parts.get(part, 0) + factor)
+        out[monomial] = tidy(out.get(monomial, 0) + factor)
         for m, c in divisor.items():
-            key = times(part, m)
-            rest[key] = tidy(rest.get(key, 0) - factor * c)
-            if not rest[key]:
-                del rest[key]
+            key = times(monomial, m)
+            remainder[key] = tidy(remainder.get(key, 0) - factor * c)
+            if not remainder[key]:
+                del remainder[key]
     return None
 
 
@@ -261,15 +261,15 @@ def _keys(monomials: Iterable[Monomial]) -> list[str]:
 
 
 def _range(terms: Terms, key: str) -> tuple[int, int]:
-    found = [dict(m).get(key, 0) for m in terms]
-    return min(found, default=0), max(found, default=0)
+    powers = [dict(m).get(key, 0) for m in terms]
+    return min(powers, default=0), max(powers, default=0)
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------------
 # Normal forms of floors and ceilings.
 
 
-def split(terms: Terms, *, up: bool, inside: Callable[[str], Terms]) -> tuple[Terms, Terms, bool]:
+def split(terms: Terms, *, up: bool, argument_terms: Callable[[str], Terms]) -> tuple[Terms, Terms, bool]:
     """Split the floor or ceiling of a sum into an integer part and a rounded remainder.
 
     Parameters
@@ -292,20 +292,20 @@ def split(terms: Terms, *, up: bool, inside: Callable[[str], Terms]) -> tuple[Te
     For integers m, n and q, `ceiling(n/q)` is `floor((n + q - 1)/q)`, and `floor((floor(x) + m)/q)` is `floor((x +
     m)/q)`.
     """
-    found = _floored(terms, up=up)
-    while found is not None:
-        opened = next((o for m in found if (o := _opened(found, m, inside)) is not None), None)
+    floored = _floored(terms, up=up)
+    while floored is not None:
+        opened = next((o for m in floored if (o := _nested_opened(floored, m, argument_terms)) is not None), None)
         if opened is None:
             break
-        found = opened
-    if found is None:
+        floored = opened
+    if floored is None:
         return {}, terms, up
-    whole = {m: floor(c) for m, c in found.items() if floor(c)}
-    rest = {m: tidy(c - floor(c)) for m, c in found.items() if c != floor(c)}
-    number, divisor = rest.get((), 0), denominator(rest)
-    if divisor > 1 and number == Fraction(divisor - 1, divisor) and len(rest) > 1:
-        return whole, {m: c for m, c in rest.items() if m}, True
-    return whole, rest, False
+    integers = {m: floor(c) for m, c in floored.items() if floor(c)}
+    remainder = {m: tidy(c - floor(c)) for m, c in floored.items() if c != floor(c)}
+    number, divisor = remainder.get((), 0), denominator(remainder)
+    if divisor > 1 and number == Fraction(divisor - 1, divisor) and len(remainder) > 1:
+        return integers, {m: c for m, c in remainder.items() if m}, True
+    return integers, remainder, False
 
 
 def denominator(terms: Terms) -> int:
@@ -331,18 +331,18 @@ def _plus(a: Terms, b: Terms) -> Terms:
     return {m: c for m, c in out.items() if c}
 
 
-def _opened(terms: Terms, m: Monomial, inside: Callable[[str], Terms]) -> Terms | None:
+def _nested_opened(terms: Terms, m: Monomial, argument_terms: Callable[[str], Terms]) -> Terms | None:
     """Replace an inner floor or ceiling by its argument; None if that may change the value."""
     if len(m) != 1 or m[0][1] != 1 or m[0][0][0] != "~" or terms[m].numerator != 1:
         return None
     expr = generator(m[0][0])
     if not isinstance(expr, sympy.floor | sympy.ceiling):
         return None
-    divisor, rest = terms[m].denominator, {n: c for n, c in terms.items() if n != m}
-    inner = _floored(inside(m[0][0]), up=isinstance(expr, sympy.ceiling))
-    if divisor == 1 or inner is None or any(c * divisor != int(c * divisor) for c in rest.values()):
+    divisor, others = terms[m].denominator, {n: c for n, c in terms.items() if n != m}
+    inner = _floored(argument_terms(m[0][0]), up=isinstance(expr, sympy.ceiling))
+    if divisor == 1 or inner is None or any(c * divisor != int(c * divisor) for c in others.values()):
         return None
-    return _plus(rest, {n: tidy(Fraction(c) / divisor) for n, c in inner.items()})
+    return _plus(others, {n: tidy(Fraction(c) / divisor) for n, c in inner.items()})
 
 
 # -- polynomials -------------------------------------------------------------------------------------------------------
@@ -400,9 +400,9 @@ class Poly:
 
     def __pow__(self, power: int) -> Poly:
         single = len(self.terms) == 1
-        most = HIGHEST_EXPONENT if single else _HIGHEST_POWER
-        if abs(power) > most:
-            raise ShapeError(f"({self.brief()})**{power}: expected an exponent between -{most} and {most}")
+        limit = HIGHEST_EXPONENT if single else _HIGHEST_POWER
+        if abs(power) > limit:
+            raise ShapeError(f"({self.brief()})**{power}: expected an exponent between -{limit} and {limit}")
         if power < 0:
             return (ONE / self) ** -power
         if single:
@@ -475,8 +475,8 @@ class Poly:
         """The value if there are no symbols, else None; irrational values are sympy numbers."""
         if self.constant is not None or self.names():
             return self.constant
-        found = _from_expr(self.expr)  # sympy multiplies out roots of numbers
-        return found.expr if found.constant is None else found.constant
+        value = _from_expr(self.expr)  # sympy multiplies out roots of numbers
+        return value.expr if value.constant is None else value.constant
 
     @property
     def is_size(self) -> bool:
@@ -494,11 +494,11 @@ class Poly:
     def bind(self, values: Mapping[str, Poly]) -> Poly:
         """Replace symbols by polynomials, including those inside atoms."""
         keys = self.generators()
-        inside = {k for k in keys if k[0] == "~" and not names_in(k).isdisjoint(values)}
-        if not inside and keys.isdisjoint(values):
+        bound_atoms = {k for k in keys if k[0] == "~" and not names_in(k).isdisjoint(values)}
+        if not bound_atoms and keys.isdisjoint(values):
             return self
         new = {k: v for k, v in values.items() if k in keys}
-        new |= {k: _bound_atom(k, values) for k in inside}
+        new |= {k: _bound_atom(k, values) for k in bound_atoms}
         return self.substitute(new)
 
     def substitute(self, new: Mapping[str, Poly]) -> Poly:
@@ -506,33 +506,33 @@ class Poly:
         numbers = {k: c for k, v in new.items() if (c := v.constant)}
         out: dict[Monomial, Rational] = {}
         for m, c in self.terms.items():
-            part = ONE
+            factor = ONE
             for k, p in m:
                 if k in numbers:
                     c = c * (numbers[k] ** p if p > 0 else Fraction(numbers[k]) ** p)
                 elif k in new:
-                    part = part * new[k] ** p
-            rest = tuple(f for f in m if f[0] not in new)
-            for n, d in part.terms.items():
-                key = times(rest, n) if n else rest
+                    factor = factor * new[k] ** p
+            unchanged = tuple(f for f in m if f[0] not in new)
+            for n, d in factor.terms.items():
+                key = times(unchanged, n) if n else unchanged
                 out[key] = out.get(key, 0) + c * d
         return Poly({m: tidy(c) for m, c in out.items() if c})
 
     def evaluate(self, value: Callable[[str], Any]) -> Any:
         """Evaluate with a number for each generator; exact for ints and Fractions."""
         out: Any = 0
-        seen: dict[str, Any] = {}
+        cache: dict[str, Any] = {}
         for m, c in self.terms.items():
-            part: Any = c
+            term: Any = c
             for k, p in m:
-                x = seen.get(k)
+                x = cache.get(k)
                 if x is None:
-                    x = seen[k] = value(k)
+                    x = cache[k] = value(k)
                 if p == 1:
-                    part = part * x
+                    term = term * x
                     continue
-                part = part * x**p if p > 0 else part * (1 / Fraction(x) if isinstance(x, int) else 1 / x) ** -p
-            out += part
+                term = term * x**p if p > 0 else term * (1 / Fraction(x) if isinstance(x, int) else 1 / x) ** -p
+            out += term
         return out
 
     @property
@@ -569,10 +569,10 @@ def _product_of_terms(m: Monomial, c: Rational, n: Monomial, d: Rational) -> Pol
     return Poly({times(m, n): tidy(c * d)})
 
 
-def total(parts: Iterable[Poly]) -> Poly:
+def total(polys: Iterable[Poly]) -> Poly:
     """Sum polynomials in one pass."""
     out: dict[Monomial, Rational] = {}
-    for monomial, c in chain.from_iterable(p.terms.items() for p in parts):
+    for monomial, c in chain.from_iterable(p.terms.items() for p in polys):
         out[monomial] = out.get(monomial, 0) + c
     return Poly({m: tidy(c) for m, c in out.items() if c})
 
@@ -605,9 +605,11 @@ def _from_expr(expr: sympy.Expr) -> Poly:
 def _rounded(expr: sympy.Expr) -> Poly:
     """Return the normal form of a floor or ceiling."""
     terms, up = _from_expr(expr.args[0]).terms, isinstance(expr, sympy.ceiling)
-    whole, rest, up = split(terms, up=up, inside=lambda key: _from_expr(generator(key).args[0]).terms)
-    made = (sympy.ceiling if up else sympy.floor)(Poly(rest).expr)
-    return Poly(whole) + (atom(made) if isinstance(made, sympy.floor | sympy.ceiling) else _from_expr(made))
+    integers, remainder, up = split(terms, up=up, argument_terms=lambda key: _from_expr(generator(key).args[0]).terms)
+    rounding = (sympy.ceiling if up else sympy.floor)(Poly(remainder).expr)
+    return Poly(integers) + (
+        atom(rounding) if isinstance(rounding, sympy.floor | sympy.ceiling) else _from_expr(rounding)
+    )
 
 
 def power(base: Poly, exponent: Poly) -> Poly:
@@ -639,12 +641,12 @@ def power(base: Poly, exponent: Poly) -> Poly:
 
 def _root_power(base: Poly, exponent: Fraction) -> Poly:
     """Return B**(-1/2) as B**(1/2)/B, with a single root for each degree."""
-    whole, rest = divmod(exponent, 1)
-    root = sympy.Pow(base.expr, sympy.Rational(1, rest.denominator))
+    integer_part, fraction = divmod(exponent, 1)
+    root = sympy.Pow(base.expr, sympy.Rational(1, fraction.denominator))
     if root.is_real is False:
         raise ShapeError(f"({base})**({exponent}): expected a base that is not negative")
     plain = root.is_Pow and root.exp.is_Rational
-    return power(base, as_poly(whole)) * (atom(root) if plain else _from_expr(root)) ** rest.numerator
+    return power(base, as_poly(integer_part)) * (atom(root) if plain else _from_expr(root)) ** fraction.numerator
 
 
 def _split_power(expr: sympy.Pow) -> Poly:
@@ -668,13 +670,13 @@ def _bound_atom(key: str, values: Mapping[str, Poly]) -> Poly:
     expr = generator(key)
     if hasattr(expr, "bound"):  # a maximum binds its arguments and owners
         return _from_expr(expr.bound(values))
-    return _put_in(key, tuple((name, values[name]) for name in sorted(names_in(key)) if name in values))
+    return _substituted_atom(key, tuple((name, values[name]) for name in sorted(names_in(key)) if name in values))
 
 
 @cached(1 << 12)
-def _put_in(key: str, given: tuple[tuple[str, Poly], ...]) -> Poly:
+def _substituted_atom(key: str, substitutions: tuple[tuple[str, Poly], ...]) -> Poly:
     """Replace symbols in an atom, without letting sympy expand huge powers of numbers."""
-    expr, values = generator(key), dict(given)
+    expr, values = generator(key), dict(substitutions)
     if expr.is_Pow:
         return power(_from_expr(expr.base).bind(values), _from_expr(expr.exp).bind(values))
     if isinstance(expr, sympy.floor | sympy.ceiling):

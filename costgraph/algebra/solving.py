@@ -17,23 +17,23 @@ def symbols_in(p: Poly) -> set[str]:
 def alone(p: Poly, key: str) -> tuple[Rational, Poly] | None:
     """Return the coefficient of a generator and the rest, if the generator occurs once and linearly."""
     coefficient = p.terms.get(((key, 1),))
-    rest = p - Poly({((key, 1),): coefficient or 0})
-    return None if coefficient is None or key in rest.names() else (coefficient, rest)
+    remainder = p - Poly({((key, 1),): coefficient or 0})
+    return None if coefficient is None or key in remainder.names() else (coefficient, remainder)
 
 
 def solve(p: Poly, prefer: Sequence[str] = ()) -> tuple[str, Poly] | None:
     """Solve `p == 0` for a symbol that occurs linearly with a number, or as a factor in one of two monomials."""
     names = [*prefer, *sorted(symbols_in(p) - set(prefer))]
     for key in names:
-        if (found := alone(p, key)) is not None:
-            return key, found[1] / -found[0]
+        if (isolated := alone(p, key)) is not None:
+            return key, isolated[1] / -isolated[0]
     if len(p.terms) == 2:
         (m, c), (n, d) = sorted(p.terms.items())
         ratio = Poly({m: -c}) / Poly({n: d})  # == 1
         for key in names:
             power = next((e for m in ratio.terms for k, e in m if k == key), 0)
             if abs(power) == 1:
-                rest = ratio / Poly({((key, power),): 1})
-                if key not in rest.names():
-                    return key, rest if power == -1 else ONE / rest
+                cofactor = ratio / Poly({((key, power),): 1})
+                if key not in cofactor.names():
+                    return key, cofactor if power == -1 else ONE / cofactor
     return None

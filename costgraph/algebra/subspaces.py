@@ -13,19 +13,19 @@ Matrix = tuple[Vector, ...]
 
 def reduced(rows: Iterable[Sequence[Fraction | int]]) -> Matrix:
     """Return the reduced row echelon form without zero rows, unique for each subspace."""
-    left = [[Fraction(x) for x in row] for row in rows]
-    done: list[list[Fraction]] = []
-    for column in range(len(left[0]) if left else 0):
-        pivot = next((row for row in left if row[column]), None)
+    pending = [[Fraction(x) for x in row] for row in rows]
+    reduced_rows: list[list[Fraction]] = []
+    for column in range(len(pending[0]) if pending else 0):
+        pivot = next((row for row in pending if row[column]), None)
         if pivot is None:
             continue
-        left.remove(pivot)
+        pending.remove(pivot)
         unit = [x / pivot[column] for x in pivot]
-        for row in (*left, *done):
+        for row in (*pending, *reduced_rows):
             factor = row[column]
             row[:] = [x - factor * y for x, y in zip(row, unit, strict=True)]
-        done.append(unit)
-    return tuple(map(tuple, done))
+        reduced_rows.append(unit)
+    return tuple(map(tuple, reduced_rows))
 
 
 def kernel(rows: Matrix, size: int) -> Matrix:
@@ -48,17 +48,17 @@ def image_rank(rows: Matrix, subspace: Matrix) -> int:
 
 def closure(subspaces: Iterable[Matrix], size: int, most: int) -> list[Matrix] | None:
     """Return the closure of subspaces under sum and intersection; None if it has more than `most` elements."""
-    found: list[Matrix] = []
+    members: list[Matrix] = []
     due = list(dict.fromkeys(subspaces))
     while due:
         new = due.pop()
-        if len(found) >= most:
+        if len(members) >= most:
             return None
-        for old in found:
-            both = kernel(kernel(old, size) + kernel(new, size), size)
-            due += [s for s in (reduced(old + new), both) if s != new and s not in found and s not in due]
-        found.append(new)
-    return found
+        for old in members:
+            intersection = kernel(kernel(old, size) + kernel(new, size), size)
+            due += [s for s in (reduced(old + new), intersection) if s != new and s not in members and s not in due]
+        members.append(new)
+    return members
 
 
 def solved(rows: Sequence[Sequence[Fraction | int]], right: Sequence[Fraction | int]) -> Vector | None:

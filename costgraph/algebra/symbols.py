@@ -62,18 +62,18 @@ _MOST_BITS = 400
 def kind_of(value: object) -> str:
     """Return the type name of a value for error messages, with the module of foreign types."""
     kind = type(value)
-    other = kind.__module__.partition(".")[0] not in ("builtins", "costgraph")
-    return "None" if value is None else f"{kind.__module__}.{kind.__qualname__}" if other else kind.__name__
+    is_foreign = kind.__module__.partition(".")[0] not in ("builtins", "costgraph")
+    return "None" if value is None else f"{kind.__module__}.{kind.__qualname__}" if is_foreign else kind.__name__
 
 
 def shown(value: object, most: int = 60) -> str:
     """Return a short text of any value for error messages."""
     if isinstance(value, str):
         return shorten(value, most)
-    for part in value if isinstance(value, list | tuple) else (value,):
-        if hasattr(type(part), "requires_grad_"):  # torch tensors and modules
-            what = f"a {kind_of(part)}" if part is value else f"a {kind_of(value)} with a {kind_of(part)}"
-            return f"{what} (costgraph.torch.trace makes a graph of a module, Graph.input a tensor)"
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if hasattr(type(item), "requires_grad_"):  # torch tensors and modules
+            description = f"a {kind_of(item)}" if item is value else f"a {kind_of(value)} with a {kind_of(item)}"
+            return f"{description} (costgraph.torch.trace makes a graph of a module, Graph.input a tensor)"
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return f"an integer of {value.bit_length()} bits"
     try:
@@ -102,9 +102,9 @@ def is_dimension(expr: sympy.Symbol) -> bool:
 def check_symbol(expr: sympy.Symbol) -> None:
     """Raise ShapeError for symbols not created by `symbol`, since equal names would not be equal sizes."""
     if not is_dimension(expr):
-        given = ", ".join(k for k, v in sorted(expr.assumptions0.items()) if v) or "none"
+        assumptions = ", ".join(k for k, v in sorted(expr.assumptions0.items()) if v) or "none"
         raise ShapeError(
-            f"symbol {shorten(expr.name)} has the assumptions {given}; expected the positive integer symbol that "
+            f"symbol {shorten(expr.name)} has the assumptions {assumptions}; expected the positive integer symbol that "
             f"costgraph.dims returns"
         )
 
@@ -167,10 +167,10 @@ def dims(names: str) -> sympy.Symbol | tuple[sympy.Symbol, ...]:
     """
     if not isinstance(names, str):
         raise PatternError(f"dims: got {shown(names)}, expected names in one string, such as 'B S D'")
-    found = tuple(symbol(n) for n in names.replace(",", " ").split())
-    if not found:
+    symbols = tuple(symbol(n) for n in names.replace(",", " ").split())
+    if not symbols:
         raise PatternError(f"dims: got {shorten(names)}, expected at least one name")
-    return found if len(found) > 1 or names.rstrip().endswith(",") else found[0]
+    return symbols if len(symbols) > 1 or names.rstrip().endswith(",") else symbols[0]
 
 
 def read_size(text: str, place: str) -> int:
@@ -183,14 +183,14 @@ def read_size(text: str, place: str) -> int:
     """
     match = _SIZE.match(text) if isinstance(text, str) else None
     if match is None:
-        given = shorten(text if isinstance(text, str) else shown(text))
-        raise BindingError(f"{place}: got {given}, expected a size such as 8192, 8Ki, 1.5M or 70B")
-    whole, fraction, power, scale = match.groups()
+        text_shown = shorten(text if isinstance(text, str) else shown(text))
+        raise BindingError(f"{place}: got {text_shown}, expected a size such as 8192, 8Ki, 1.5M or 70B")
+    integer_digits, fraction, power, scale = match.groups()
     # int(), since type checkers do not know that the exponent is nonnegative
-    digits = int(whole + (fraction or "")) * int(10 ** int(power or 0)) * _SCALES.get(scale or "", 1)
-    value, rest = divmod(digits, int(10 ** len(fraction or "")))
-    if rest or value < 1:
-        raise BindingError(f"{place}: got {shorten(text)}, expected a positive whole number")
+    digits = int(integer_digits + (fraction or "")) * int(10 ** int(power or 0)) * _SCALES.get(scale or "", 1)
+    value, remainder = divmod(digits, int(10 ** len(fraction or "")))
+    if remainder or value < 1:
+        raise BindingError(f"{place}: got {shorten(text)}, expected a positive integer")
     return value
 
 

@@ -48,27 +48,27 @@ def opened(p: Poly, has_sign: Callable[[Monomial], bool]) -> Iterator[Poly]:
     -----
     `x <= ceiling(x) < x + 1` and `x - 1 < floor(x) <= x`, tighter by 1/q if x is an integer divided by q.
     """
-    values, most = dict[str, Poly](), dict[str, Rational]()
-    if mine := _open(p, values, most):
-        yield _beneath(p.substitute(mine), most, has_sign)
+    values, upper = dict[str, Poly](), dict[str, Rational]()
+    if mine := _open(p, values, upper):
+        yield _beneath(p.substitute(mine), upper, has_sign)
     for key, value in mine.items():
-        others = p.substitute({k: v for k, v in mine.items() if k != key})
-        for name in sorted(others.generators() & value.generators() - _divisors(others)):
-            if name[0] not in "~" + SLACK and (found := alone(value, name)) is not None:
-                size = (Poly({((key, 1),): 1}) - found[1]) / found[0]
-                yield _beneath(others.substitute({name: size}), most, has_sign)
+        remaining = p.substitute({k: v for k, v in mine.items() if k != key})
+        for name in sorted(remaining.generators() & value.generators() - _divisors(remaining)):
+            if name[0] not in "~" + SLACK and (isolated := alone(value, name)) is not None:
+                size = (Poly({((key, 1),): 1}) - isolated[1]) / isolated[0]
+                yield _beneath(remaining.substitute({name: size}), upper, has_sign)
 
 
-def _open(p: Poly, values: dict[str, Poly], most: dict[str, Rational]) -> dict[str, Poly]:
+def _open(p: Poly, values: dict[str, Poly], upper: dict[str, Rational]) -> dict[str, Poly]:
     """Write the roundings in a sum, including nested ones, as their arguments plus nonnegative slacks."""
     keys = sorted(set(filter(_is_rounded, p.generators())) - _divisors(p))
     for key in keys:
         if key not in values:
             inner = poly(generator(key).args[0])
-            whole = all(map(is_whole, inner.terms))
-            most[beyond := SLACK + key + "%"] = 1 - Fraction(1, denominator(inner.terms)) if whole else 1
-            low = 0 if isinstance(generator(key), sympy.ceiling) else -most[beyond]
-            values[key] = inner.substitute(_open(inner, values, most)) + low + Poly({((beyond, 1),): 1})
+            is_integral = all(map(is_whole, inner.terms))
+            upper[beyond := SLACK + key + "%"] = 1 - Fraction(1, denominator(inner.terms)) if is_integral else 1
+            low = 0 if isinstance(generator(key), sympy.ceiling) else -upper[beyond]
+            values[key] = inner.substitute(_open(inner, values, upper)) + low + Poly({((beyond, 1),): 1})
     return {key: values[key] for key in keys}
 
 
@@ -76,14 +76,14 @@ def _divisors(p: Poly) -> set[str]:
     return {k for m in p.terms for k, e in m if e < 0}
 
 
-def _beneath(p: Poly, most: Mapping[str, Rational], has_sign: Callable[[Monomial], bool]) -> Poly:
+def _beneath(p: Poly, upper: Mapping[str, Rational], has_sign: Callable[[Monomial], bool]) -> Poly:
     """Replace slacks by their upper bounds where their coefficient is not known to be positive."""
 
     def bounded(m: Monomial, c: Rational) -> Poly:
-        rest = tuple(f for f in m if f[0] not in most)
-        if c > 0 or not has_sign(rest):
+        kept_factors = tuple(f for f in m if f[0] not in upper)
+        if c > 0 or not has_sign(kept_factors):
             return Poly({m: c})
-        return Poly({rest: c * prod(most[k] ** e for k, e in m if k in most)})
+        return Poly({kept_factors: c * prod(upper[k] ** e for k, e in m if k in upper)})
 
     return total(bounded(m, c) for m, c in p.terms.items())
 
@@ -101,17 +101,23 @@ def exact(p: Poly) -> tuple[str, Poly] | None:
 
 def solve_rounded(p: Poly) -> tuple[str, Poly] | None:
     """Solve `p == 0` for a linear rounding: ceiling(S/2) where ceiling(S/2) == 2*ceiling(S/4)."""
-    found = {key: own for key in filter(_is_rounded, p.generators()) if (own := alone(p, key)) is not None}
-    for key in sorted(found, key=lambda k: (abs(found[k][0]), k)):  # the smallest factor usually divides the others
-        factor, rest = found[key]
-        if not any(k[0] == "~" and generator(k).has(generator(key)) for k in rest.generators()):
-            return key, rest / -factor
+    isolated = {
+        key: isolated_atom
+        for key in filter(_is_rounded, p.generators())
+        if (isolated_atom := alone(p, key)) is not None
+    }
+    for key in sorted(
+        isolated, key=lambda k: (abs(isolated[k][0]), k)
+    ):  # the smallest factor usually divides the others
+        factor, remainder = isolated[key]
+        if not any(k[0] == "~" and generator(k).has(generator(key)) for k in remainder.generators()):
+            return key, remainder / -factor
     return None
 
 
 def put(p: Poly, atom: str, value: Poly) -> Poly:
     """Replace an atom, including inside other atoms."""
     old = generator(atom)
-    inside = {k: generator(k) for k in p.generators() if k[0] == "~" and k != atom}
-    new = {k: poly(expr.xreplace({old: value.expr})) for k, expr in inside.items() if expr.has(old)}
+    atoms = {k: generator(k) for k in p.generators() if k[0] == "~" and k != atom}
+    new = {k: poly(expr.xreplace({old: value.expr})) for k, expr in atoms.items() if expr.has(old)}
     return p.substitute({**new, atom: value})

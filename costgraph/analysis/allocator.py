@@ -60,9 +60,9 @@ class _Pool:
             return _SMALL_SEGMENT
         return _LARGE_SEGMENT if size < _LARGE else -(-size // _ROUNDED) * _ROUNDED
 
-    def splits(self, rest: int) -> bool:
+    def splits(self, remainder: int) -> bool:
         """Whether the unused part of a block is split off."""
-        return rest >= _BLOCK if self.small else rest > _SMALL
+        return remainder >= _BLOCK if self.small else remainder > _SMALL
 
 
 class CachingAllocator:
@@ -81,9 +81,9 @@ class CachingAllocator:
         """Allocate a block of at least `size` bytes."""
         size = max(-(-size // _BLOCK) * _BLOCK, _BLOCK)
         pool = self.pools[size <= _SMALL]
-        place = bisect_left(pool.free, _Block(size, -1, -1))
-        if place < len(pool.free):
-            block = pool.free[place]
+        index = bisect_left(pool.free, _Block(size, -1, -1))
+        if index < len(pool.free):
+            block = pool.free[index]
             pool.remove(block)
         else:
             block = _Block(pool.segment(size), len(self.segments), 0)

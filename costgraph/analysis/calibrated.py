@@ -106,19 +106,19 @@ class Load:
 
 
 def _number(value: Poly, sizes: Mapping[str, Poly]) -> float:
-    found = value.bind(sizes)
-    return float(found.expr if found.constant is None else found.constant)
+    bound = value.bind(sizes)
+    return float(bound.expr if bound.constant is None else bound.constant)
 
 
 def load_of(work: Work, sizes: Mapping[str, Poly]) -> Load:
     """Return an op's resource demand."""
     op, times = work.op, _number(work.times, sizes)
-    inside = [(op, ONE)] if op.body is None else [(o, t) for o, t, _ in executions(op.body, moves=False)]
-    products = sorted(_products(inside, sizes), key=lambda p: -p.flops)
+    inner_ops = [(op, ONE)] if op.body is None else [(o, t) for o, t, _ in executions(op.body, moves=False)]
+    products = sorted(_products(inner_ops, sizes), key=lambda p: -p.flops)
     read = sum(_number(a * t.element_bytes(), sizes) for t, a in zip(op.operands, op.kind.reads(op), strict=False))
     written = sum(_number(a * t.element_bytes(), sizes) for t, a in zip(op.results, op.kind.writes(op), strict=False))
     return Load(
-        role=_role(inside, products, work),
+        role=_role(inner_ops, products, work),
         times=times,
         flops=tuple((*key, _number(amount, sizes) / times) for key, amount in work.flops.items()),
         bytes=_number(work.bytes, sizes) / times,
@@ -129,14 +129,14 @@ def load_of(work: Work, sizes: Mapping[str, Poly]) -> Load:
     )
 
 
-def _role(inside: list[tuple[Op, Poly]], products: list[Product], work: Work) -> str:
+def _role(inner_ops: list[tuple[Op, Poly]], products: list[Product], work: Work) -> str:
     if products:
         if len(products) > 1:
             return "attention"
-        if not any(isinstance(op.kind, Einsum) for op, _ in inside):
+        if not any(isinstance(op.kind, Einsum) for op, _ in inner_ops):
             return "grouped"
         return "convolution" if products[0].windows else "product"
-    kinds = {op.kind.name for op, _ in inside}
+    kinds = {op.kind.name for op, _ in inner_ops}
     if kinds & _INDEXED:
         return "indexed"
     if "reduce" in kinds:
@@ -146,8 +146,8 @@ def _role(inside: list[tuple[Op, Poly]], products: list[Product], work: Work) ->
     return "other"
 
 
-def _products(inside: list[tuple[Op, Poly]], sizes: Mapping[str, Poly]) -> Iterator[Product]:
-    for op, times in inside:
+def _products(inner_ops: list[tuple[Op, Poly]], sizes: Mapping[str, Poly]) -> Iterator[Product]:
+    for op, times in inner_ops:
         flops = op.kind.flops(op).matmul
         if flops:
             amount = _number(flops * times, sizes)
@@ -162,12 +162,16 @@ def _einsum(op: Op, kind: Einsum, flops: float, sizes: Mapping[str, Poly]) -> Pr
     """Return a two-operand contraction as a matmul."""
     extents = {name: _number(as_poly(n), sizes) for name, n in kind.extents.items()}
     first, second = (frozenset(kind.pattern.operand_names(i)) for i in range(2))
-    made = frozenset(kind.pattern.result_names)
+    result_names = frozenset(kind.pattern.result_names)
 
     def points(names: frozenset[str]) -> float:
         return prod((extents[name] for name in names), start=1.0)
 
-    m, n, k = points((first - second) & made), points((second - first) & made), points((first | second) - made)
+    m, n, k = (
+        points((first - second) & result_names),
+        points((second - first) & result_names),
+        points((first | second) - result_names),
+    )
     slid = [dim for dims in (*kind.pattern.operands, kind.pattern.result) for dim in dims if _slides(dim)]
     for dim, size in zip(kind.pattern.result, op.results[0].sizes, strict=True):
         if _slides(dim):  # overlapping windows are summed
@@ -176,7 +180,7 @@ def _einsum(op: Op, kind: Einsum, flops: float, sizes: Mapping[str, Poly]) -> Pr
             m, n, k = m * places / extents[along], n / extents[across], k * points(frozenset(dim.names)) / places
     executed = _number(kind.flops(op).matmul, sizes)
     return Product(
-        flops, points(first & second & made), m, n, k, compute_dtype(op), _windows(slid, kind.pattern, extents),
+        flops, points(first & second & result_names), m, n, k, compute_dtype(op), _windows(slid, kind.pattern, extents),
         prod((min(extents[name] for name in dim.names) for dim in slid), start=1.0),
         any(factor > 1 for dim in slid for _, factor in dim.terms),
         _number(kind.least(op), sizes) / executed if executed else 1.0,
@@ -193,8 +197,8 @@ def _windows(slid: list[Affine], pattern: Pattern, extents: Mapping[str, float])
     if any(_slides(dim) for dim in pattern.result):
         return "spread"
     # windows have the smaller factor; between equal factors, the longer axis is the output position
-    found = min((factor, extents[name], name) for dim in slid for name, factor in dim.terms)[2]
-    return "kept" if found in pattern.result_names else "summed"
+    outermost = min((factor, extents[name], name) for dim in slid for name, factor in dim.terms)[2]
+    return "kept" if outermost in pattern.result_names else "summed"
 
 
 # -- features ----------------------------------------------------------------------------------------------------------
@@ -262,9 +266,9 @@ class Rows:
     """coordinates for the kernel regression: similar ops are close"""
 
     @classmethod
-    def joined(cls, parts: Sequence[Rows]) -> Rows:
+    def joined(cls, tables: Sequence[Rows]) -> Rows:
         """Concatenate the rows of several graphs."""
-        return cls(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)))
+        return cls(*(np.concatenate([getattr(table, f.name) for table in tables]) for f in fields(cls)))
 
     def __getitem__(self, which: NDArray[np.bool_]) -> Rows:
         return Rows(*(getattr(self, f.name)[which] for f in fields(Rows)))
@@ -307,13 +311,13 @@ PLACE = 31
 
 def rows_of(loads: Sequence[Load], rates: Rates, typical: Mapping[str, float]) -> Rows:
     """Return op features on a device, with device facts relative to a typical device."""
-    own = facts_of(rates.hardware)
-    device = {name: own.get(name, typical[name]) - typical[name] for name in DEVICE}
-    cores = exp(own.get("cores", typical["cores"]))
-    cache = own.get("cache", typical["cache"])
+    device_facts = facts_of(rates.hardware)
+    device = {name: device_facts.get(name, typical[name]) - typical[name] for name in DEVICE}
+    cores = exp(device_facts.get("cores", typical["cores"]))
+    cache = device_facts.get("cache", typical["cache"])
     alike = Counter(loads)
-    found = [_row(load, count, rates, device, cores, cache) for load, count in alike.items()]
-    columns = [np.array(column, dtype=float) for column in zip(*found, strict=True)]
+    rows = [_row(load, count, rates, device, cores, cache) for load, count in alike.items()]
+    columns = [np.array(column, dtype=float) for column in zip(*rows, strict=True)]
     return Rows(*columns)
 
 
@@ -420,12 +424,12 @@ def attained(rows: Rows, compute: Array, traffic: Array, launch: Array, unit: Se
     vector, special = rows.vector * np.exp(unit[0]), rows.special * np.exp(unit[1])
     busy, memory = matrix + vector + special, rows.memory * np.exp(np.clip(traffic, -_MOST, _MOST))
     tiny = 1e-18  # seconds, so that an op without work takes a launch
-    both = (busy**_OVERLAP + memory**_OVERLAP + tiny**_OVERLAP) ** (1 / _OVERLAP)
-    work = both * np.exp(np.clip(near, -_MOST, _MOST))
+    combined = (busy**_OVERLAP + memory**_OVERLAP + tiny**_OVERLAP) ** (1 / _OVERLAP)
+    work = combined * np.exp(np.clip(near, -_MOST, _MOST))
     seconds = work + _LAUNCH * np.exp(np.clip(launch, -_MOST, _MOST))
-    in_compute = (busy / both) ** _OVERLAP / np.maximum(busy, tiny)
+    in_compute = (busy / combined) ** _OVERLAP / np.maximum(busy, tiny)
     return Attained(seconds, work / seconds, in_compute * matrix, in_compute * vector, in_compute * special,
-                    (memory / both) ** _OVERLAP)  # fmt: skip
+                    (memory / combined) ** _OVERLAP)  # fmt: skip
 
 
 def _is_finite(value: object) -> bool:
@@ -499,18 +503,19 @@ class Calibration:
 
     def of(self, rows: Rows, device: str) -> Attained:
         """Return op times on a device."""
-        own = self.devices.get(device, {})
+        corrections = self.devices.get(device, {})
         compute, traffic, launch = (
-            terms @ np.array([given.get(name, 0.0) for name in names])
-            for terms, given, names in (
+            terms @ np.array([coefficients.get(name, 0.0) for name in names])
+            for terms, coefficients, names in (
                 (rows.compute, self.compute, COMPUTE), (rows.traffic, self.memory, MEMORY),
                 (rows.launch, self.launch, LAUNCH))
         )  # fmt: skip
         for unit in range(2):
-            compute += rows.compute[:, unit] * own.get(COMPUTE[unit], 0.0)
+            compute += rows.compute[:, unit] * corrections.get(COMPUTE[unit], 0.0)
         near = alike(rows.shape, np.array(self.places), self.width) @ np.array(self.weights) if self.weights else 0.0
-        return attained(rows, compute, traffic + own.get("memory", 0.0), launch + own.get("launch", 0.0),
-                        (self.vector, self.special), np.asarray(near))  # fmt: skip
+        return attained(rows, compute, traffic + corrections.get("memory", 0.0),
+                        launch + corrections.get("launch", 0.0), (self.vector, self.special),
+                        np.asarray(near))  # fmt: skip
 
     def times(self, loads: Sequence[Load], rates: Rates) -> list[float]:
         """Return the seconds of each op over all its executions."""
@@ -518,9 +523,9 @@ class Calibration:
         if not alike:
             return []
         rows = rows_of(alike, rates, self.typical)
-        found = (self.of(rows, rates.hardware.id).seconds * rows.times).tolist()
-        known = dict(zip(alike, found, strict=True))
-        return [known[load] for load in loads]
+        seconds = (self.of(rows, rates.hardware.id).seconds * rows.times).tolist()
+        seconds_by_load = dict(zip(alike, seconds, strict=True))
+        return [seconds_by_load[load] for load in loads]
 
     def seconds(self, loads: Sequence[Load], rates: Rates) -> float:
         """Return the total seconds of ops on a device, without overlap."""
@@ -529,9 +534,9 @@ class Calibration:
 
 def alike(places: Array, others: Array, width: float) -> Array:
     """Return the Gaussian kernel matrix for two sets of coordinates: 1 for equal ops, 0 for distant ones."""
-    apart = (places**2).sum(1)[:, None] + (others**2).sum(1)[None] - 2 * places @ others.T
-    found: Array = np.exp(-0.5 * np.maximum(apart, 0.0) / width**2)
-    return found
+    squared_distance = (places**2).sum(1)[:, None] + (others**2).sum(1)[None] - 2 * places @ others.T
+    kernel: Array = np.exp(-0.5 * np.maximum(squared_distance, 0.0) / width**2)
+    return kernel
 
 
 def loads_of(asked: DeviceQuestion, phases: Sequence[str] = ()) -> list[Load]:
@@ -554,20 +559,24 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
         If the file cannot be read, or is not such a model.
     """
     place = place_of(path)
-    expected = "a model that costgraph calibrate --records writes"
+    expected = "a model written by costgraph calibrate --records"
     text = read_text(path, place, _MOST_BYTES, expected)
     try:
-        given = json.loads(text)
+        record = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{place}: {error}, expected {expected}") from None
-    if not isinstance(given, dict) or given.pop("schema", None) != SCHEMA:
+    if not isinstance(record, dict) or record.pop("schema", None) != SCHEMA:
         raise FormatError(f"{place}: no schema {SCHEMA}, expected {expected}")
-    found = read_record(place, given, Calibration)
-    missing = next((name for name in DEVICE if name not in found.typical), None)
-    if missing is not None or len(found.places) != len(found.weights):
-        what = f"typical has no {missing!r}" if missing else f"{len(found.places)} places, {len(found.weights)} weights"
-        raise FormatError(f"{place}: {what}, expected {expected}")
-    return found
+    calibration = read_record(place, record, Calibration)
+    missing = next((name for name in DEVICE if name not in calibration.typical), None)
+    if missing is not None or len(calibration.places) != len(calibration.weights):
+        problem = (
+            f"typical has no {missing!r}"
+            if missing
+            else f"{len(calibration.places)} places, {len(calibration.weights)} weights"
+        )
+        raise FormatError(f"{place}: {problem}, expected {expected}")
+    return calibration
 
 
 @cache

@@ -77,7 +77,7 @@ class WeightComparison(Table):
         """Whether every parameter is present with its shape and format, and nothing else is."""
         return not self.rows
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{self.names[0]} and {self.names[1]}: {len(self.rows)} differences"
 
     def _columns(self) -> Sequence[Column]:
@@ -89,8 +89,8 @@ class WeightComparison(Table):
         )
 
     def _facts(self) -> Iterator[Fact]:
-        for what, unit, pair in (("parameters", "1", self.parameters), ("bytes", "B", self.bytes)):
-            yield from (Fact(f"{what}, {of}", n, unit) for of, n in zip(("declared", "stored"), pair, strict=True))
+        for quantity, unit, pair in (("parameters", "1", self.parameters), ("bytes", "B", self.bytes)):
+            yield from (Fact(f"{quantity}, {of}", n, unit) for of, n in zip(("declared", "stored"), pair, strict=True))
         yield Fact("differences", len(self.rows), "1")
 
 
@@ -163,26 +163,28 @@ def compare_weights(graph: Graph, weights: Weights | str | os.PathLike[str], /, 
     format down/weight down.weight (7, 5) bf16 -> (5, 7) fp32
     """
     need_graph("compare_weights", graph)
-    held = weights if isinstance(weights, Weights) else read_weights(weights)
-    declared, stored = _declared(graph, dims), _stored(held)
+    file_weights = weights if isinstance(weights, Weights) else read_weights(weights)
+    declared, stored = _declared(graph, dims), _stored(file_weights)
     elements, size = (sum(d.amount(of_bytes) for d in declared if not d.optional) for of_bytes in (False, True))
     needed, buffers = ([d for d in declared if d.optional is so] for so in (False, True))
     rows = [row for match in (_alike, _regrouped) for row in match(needed, stored)]
     rows += _alike(buffers, stored)  # using tensors left over by parameters
     rows += _others(needed, [s for s in stored if s.left])
-    return WeightComparison(tuple(rows), (elements, held.elements), (size, held.bytes), (graph.name, held.place))
+    return WeightComparison(
+        tuple(rows), (elements, file_weights.elements), (size, file_weights.bytes), (graph.name, file_weights.place)
+    )
 
 
-def _number(found: Any) -> int:
-    if not isinstance(found, int):
-        names = ", ".join(sorted(map(str, found.free_symbols)))
-        raise BindingError(f"compare_weights: {names} left open, expected a size for each dimension of a parameter")
-    return found
+def _number(value: Any) -> int:
+    if not isinstance(value, int):
+        names = ", ".join(sorted(map(str, value.free_symbols)))
+        raise BindingError(f"compare_weights: no size for {names}; expected one for each dimension of a parameter")
+    return value
 
 
 def _declared(graph: Graph, dims: dict[str, int]) -> list[_Group]:
     """Return parameters and buffers; packed ones are merged across bodies, as are their parts."""
-    values, found = bindings(graph, dims), dict[tuple[object, ...], _Group]()
+    values, groups = bindings(graph, dims), dict[tuple[object, ...], _Group]()
     for body, times in repeated_bodies(graph):
         for t in body.tensors:
             if t.role not in ("param", "buffer") or t.producer is not None:
@@ -191,22 +193,22 @@ def _declared(graph: Graph, dims: dict[str, int]) -> list[_Group]:
             count, size = (_number(bound_answer(n, values)) for n in (times, t.storage.bytes))
             packed = bool(t.dtype.scale) or t.dtype.bits % 8 != 0
             name = t.name.split("/")[-2:] if packed else [t.name]
-            first = found.setdefault(
+            first = groups.setdefault(
                 (*name, shape, t.dtype.name), _Group(t.name, shape, t.dtype.name, 0, size, packed, t.role == "buffer")
             )
             first.left += count
-    return list(found.values())
+    return list(groups.values())
 
 
 def _stored(weights: Weights) -> list[_Group]:
     """Group the tensors in a checkpoint by name without numbers, shape and format."""
-    found = Counter((re.sub(r"\d+", "#", w.name), w.shape, w.format, w.bytes) for w in weights.rows)
-    if len(found) > _MOST_GROUPS:
+    counts = Counter((re.sub(r"\d+", "#", w.name), w.shape, w.format, w.bytes) for w in weights.rows)
+    if len(counts) > _MOST_GROUPS:
         raise FormatError(
-            f"{weights.place}: {len(found)} tensors whose names differ in more than numbers, expected {_MOST_GROUPS} "
-            f"at the most"
+            f"{weights.place}: {len(counts)} tensors whose names differ in more than numbers, expected at most "
+            f"{_MOST_GROUPS}"
         )
-    return [_Group(name, shape, format_, n, size) for (name, shape, format_, size), n in found.items()]
+    return [_Group(name, shape, format_, n, size) for (name, shape, format_, size), n in counts.items()]
 
 
 # -- matching ----------------------------------------------------------------------------------------------------------
@@ -227,16 +229,18 @@ def _made_of(axes: Sequence[int], sizes: Sequence[int]) -> bool:
 @lru_cache(maxsize=1 << 14)
 def _reshaped(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     """Whether one shape is a permutation of the other with axes merged."""
-    few, many = sorted(([n for n in shape if n != 1] for shape in (a, b)), key=len)
-    return prod(a) == prod(b) and len(many) <= _MOST_AXES and _made_of(few, many)
+    shorter, longer = sorted(([n for n in shape if n != 1] for shape in (a, b)), key=len)
+    return prod(a) == prod(b) and len(longer) <= _MOST_AXES and _made_of(shorter, longer)
 
 
 @lru_cache(maxsize=1 << 14)
 def _shared(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     """Whether a tensor of one shape can be a slice of the other: all axes but one are products of its axes."""
-    few, many = sorted(([n for n in shape if n != 1] for shape in (a, b)), key=len)
-    within = len(many) <= _MOST_AXES
-    return within and (not few or any(_made_of(few[:i] + few[i + 1 :], many) for i in range(len(few))))
+    shorter, longer = sorted(([n for n in shape if n != 1] for shape in (a, b)), key=len)
+    within = len(longer) <= _MOST_AXES
+    return within and (
+        not shorter or any(_made_of(shorter[:i] + shorter[i + 1 :], longer) for i in range(len(shorter)))
+    )
 
 
 def _likeness(a: _Group, b: _Group) -> float:
@@ -253,33 +257,33 @@ def _alike(declared: list[_Group], stored: list[_Group]) -> Iterator[WeightDiffe
     pairs = [(d, s) for d in declared for s in stored if not d.packed and _reshaped(d.shape, s.shape)]
     pairs.sort(key=lambda pair: (pair[0].format != pair[1].format, -_likeness(*pair)))
     for d, s in pairs:
-        same = min(d.left, s.left)
-        d.left, s.left = d.left - same, s.left - same
-        if same and d.format != s.format:
-            yield _differs(d, s, "format", same)
+        matched = min(d.left, s.left)
+        d.left, s.left = d.left - matched, s.left - matched
+        if matched and d.format != s.format:
+            yield _differs(d, s, "format", matched)
 
 
 def _regrouped(declared: list[_Group], stored: list[_Group]) -> Iterator[WeightDifference]:
     """Match fused tensors to their parts by elements or bytes; yield different formats."""
-    for ones, others in ((declared, stored), (stored, declared)):
-        for one in ones:
-            parts = _parts(one, [g for g in others if g.left]) if one.left else ()
+    for fused_groups, part_groups in ((declared, stored), (stored, declared)):
+        for fused in fused_groups:
+            parts = _parts(fused, [g for g in part_groups if g.left]) if fused.left else ()
             for part in parts:
-                d, s = (one, part) if ones is declared else (part, one)
+                d, s = (fused, part) if fused_groups is declared else (part, fused)
                 if not d.packed and d.format != s.format:
                     yield _differs(d, s, "format", s.left)
             for part in parts:
-                part.left = one.left = 0
+                part.left = fused.left = 0
 
 
-def _parts(one: _Group, others: list[_Group]) -> Sequence[_Group]:
+def _parts(fused: _Group, candidates: list[_Group]) -> Sequence[_Group]:
     """Return the fewest parts that add up to a tensor, trying similar names first."""
-    near = [g for g in others if one.packed or g.packed or _shared(one.shape, g.shape)]
-    near = sorted(near, key=lambda g: -_likeness(one, g))[:_MOST_NEAR]
+    near = [g for g in candidates if fused.packed or g.packed or _shared(fused.shape, g.shape)]
+    near = sorted(near, key=lambda g: -_likeness(fused, g))[:_MOST_NEAR]
     for count in range(1, min(_MOST_PARTS, len(near)) + 1):
         for chosen in combinations(near, count):
-            packed = one.packed or any(g.packed for g in chosen)
-            if one.amount(packed) == sum(g.amount(packed) for g in chosen):
+            packed = fused.packed or any(g.packed for g in chosen)
+            if fused.amount(packed) == sum(g.amount(packed) for g in chosen):
                 return chosen
     return ()
 

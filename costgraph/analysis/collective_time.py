@@ -70,43 +70,45 @@ class _Dimension(NamedTuple):
         return self.devices**2 // 4 / (self.devices * self.rate)
 
 
-def covered(name: str, ranks: Poly, apart: Poly, hardware: Hardware) -> tuple[tuple[str, Poly], ...]:
+def covered(name: str, ranks: Poly, stride: Poly, hardware: Hardware) -> tuple[tuple[str, Poly], ...]:
     """Return the torus dimensions that ranks extend along, with the number of ranks in each, first dimension first.
 
     Consecutive ranks are `apart` devices apart. Raises UnsupportedError if a degree is open, since the rings depend on
     it, and SpecError if the ranks are not whole dimensions plus a line of devices in one more: they would start in the
     middle of a dimension, where several groups share links, or end in the middle of a row.
     """
-    place, has = f"time of {name!r}", f"{ranks} ranks that are {apart} apart"
-    if ranks.constant is None or apart.constant is None:
-        raise UnsupportedError(f"{place}: {has} in a torus, expected numbers: its rings depend on them")
-    first, end, low, out = apart.constant, apart.constant * ranks.constant, 1, []
+    context, ranks_text = f"time of {name!r}", f"{ranks} ranks that are {stride} apart"
+    if ranks.constant is None or stride.constant is None:
+        raise UnsupportedError(
+            f"{context}: {ranks_text} in a torus; expected bound sizes, since its rings depend on them"
+        )
+    first, end, low, out = stride.constant, stride.constant * ranks.constant, 1, []
     for dimension, high in extents(hardware):
         assert high is not None
         start, stop = max(low, min(first, high)), max(low, min(end, high))
         if start != stop and (start != low or stop % low):
             size = high // low
             raise SpecError(
-                f"{place}: {has}, expected whole dimensions of the torus, and the first devices of one more: these "
-                f"have {stop / start:g} of the {size} devices along {dimension}, {start / low:g} apart"
+                f"{context}: {ranks_text}, expected full dimensions of the torus and a leading part of one more; "
+                f"these have {stop / start:g} of the {size} devices along {dimension}, {start / low:g} apart"
             )
         out.append((dimension, poly(stop) / start))
         low = high
     if end > low and ranks.constant > 1:
-        raise SpecError(f"{place}: {has}, expected the {low:,} devices that the torus joins at most")
+        raise SpecError(f"{context}: {ranks_text}, but the torus joins at most {low:,} devices")
     return tuple((dimension, count) for dimension, count in out if count.constant != 1) or tuple(out[:1])
 
 
 def _dimensions(levels: Sequence[tuple[str, Poly]], hardware: Hardware) -> dict[str, _Dimension]:
     assert hardware.cluster is not None
-    rings, inside = {}, 1
+    rings, ranks_inside = {}, 1
     for name, level in hardware.cluster.levels.items():
         reached = int(level["devices"].number)
-        rings[name] = level["ring"].number if "ring" in level else reached // inside
-        inside = reached
+        rings[name] = level["ring"].number if "ring" in level else reached // ranks_inside
+        ranks_inside = reached
     out = {}
-    for name, many in levels:
-        count, link = _number(many), wire(hardware, name)
+    for name, reach in levels:
+        count, link = _number(reach), wire(hardware, name)
         links = 2 if 2 < count == rings[name] else 1  # two devices share one link
         if count != 1:
             out[name] = _Dimension(int(count), _number(link.latency), _number(link.bandwidth), links)
@@ -118,17 +120,17 @@ def _number(p: Poly) -> Fraction:
     return Fraction(p.constant)
 
 
-def _gathered(found: dict[str, _Dimension]) -> tuple[tuple[str, ...], int, Fraction]:
+def _gather_bound(dimensions: dict[str, _Dimension]) -> tuple[tuple[str, ...], int, Fraction]:
     """Return the dimensions that bound an all-gather, the devices along them, and seconds per byte.
 
     Devices that differ only in the other dimensions hold the whole together. All of it except their own share of 1/P
     enters over their links along the bounding dimensions.
     """
-    n = prod(d.devices for d in found.values())
+    n = prod(d.devices for d in dimensions.values())
     best: tuple[tuple[str, ...], int, Fraction] = ((), 1, Fraction(0))
-    for some in (names for k in range(len(found), 0, -1) for names in combinations(found, k)):
-        along = prod(found[name].devices for name in some)
-        spent = Fraction(along - 1, n) / sum(found[name].rate for name in some)
+    for some in (names for k in range(len(dimensions), 0, -1) for names in combinations(dimensions, k)):
+        along = prod(dimensions[name].devices for name in some)
+        spent = Fraction(along - 1, n) / sum(dimensions[name].rate for name in some)
         if spent > best[2]:
             best = some, along, spent
     return best
@@ -146,17 +148,17 @@ def around(collective: str, size: Poly, levels: Sequence[tuple[str, Poly]], hard
     In an all-to-all, messages between the halves of a dimension cross a ring at two places and a line at one; the
     longest dimension determines the time.
     """
-    found = _dimensions(levels, hardware)
-    if not found:
+    dimensions = _dimensions(levels, hardware)
+    if not dimensions:
         return ZERO
-    latency = sum(d.hops * d.latency for d in found.values())
+    latency = sum(d.hops * d.latency for d in dimensions.values())
     if collective == "send":  # to a neighbour in any dimension
-        slowest = min(found.values(), key=lambda d: d.bandwidth)
+        slowest = min(dimensions.values(), key=lambda d: d.bandwidth)
         return slowest.latency + size / slowest.bandwidth
     if collective == "all_to_all":
-        return latency + size * max(d.crossed for d in found.values())
-    once = latency + size * _gathered(found)[2]
-    return 2 * once if collective == "all_reduce" else once
+        return latency + size * max(d.crossed for d in dimensions.values())
+    gather = latency + size * _gather_bound(dimensions)[2]
+    return 2 * gather if collective == "all_reduce" else gather
 
 
 def least_around(
@@ -167,16 +169,16 @@ def least_around(
     In an all-reduce, each element of the result has to arrive once. In an all-to-all on a line, the links at its end
     count rather than the bisection, so that the times of several collectives refer to the same links.
     """
-    found = _dimensions(levels, hardware)
-    if not found:
+    dimensions = _dimensions(levels, hardware)
+    if not dimensions:
         return {}
-    names, along, spent = _gathered(found)
+    names, along, spent = _gather_bound(dimensions)
     if collective == "all_to_all":
-        name, longest = max(found.items(), key=lambda item: item[1].crossed)
-        at_end = (longest.devices - 1) / (longest.devices * longest.rate)
-        return {name: size * (longest.crossed if longest.links == 2 else at_end)}
+        name, longest = max(dimensions.items(), key=lambda item: item[1].crossed)
+        end_time = (longest.devices - 1) / (longest.devices * longest.rate)
+        return {name: size * (longest.crossed if longest.links == 2 else end_time)}
     if collective == "send":  # half may take the other direction
-        return {"+".join(found): size / (2 * sum(d.rate for d in found.values()))}
+        return {"+".join(dimensions): size / (2 * sum(d.rate for d in dimensions.values()))}
     return {"+".join(names): size * spent * (Fraction(along, along - 1) if collective == "all_reduce" else 1)}
 
 
@@ -202,9 +204,9 @@ def bucketed(graph: Graph, values: Mapping[str, Poly]) -> Mapping[Op, Bucketed]:
     is sent, and the remainder is sent at the end of the backward pass, as in `compute_bucket_assignment_by_size`
     (torch/csrc/distributed/c10d/reducer.cpp). Raises BindingError if a gradient size or the number of layers is open.
     """
-    wanted = dict(values)
-    if graph.cache.get("bucketed", (None,))[0] != wanted:
-        graph.cache["bucketed"] = wanted, _bucketed(graph, values)
+    sizes = dict(values)
+    if graph.cache.get("bucketed", (None,))[0] != sizes:
+        graph.cache["bucketed"] = sizes, _bucketed(graph, values)
     out: Mapping[Op, Bucketed] = graph.cache["bucketed"][1]
     return out
 
@@ -220,31 +222,31 @@ class _Open:
 
 
 def _bucketed(graph: Graph, values: Mapping[str, Poly]) -> Mapping[Op, Bucketed]:
-    own: dict[Op, int] = {}
+    bytes_of: dict[Op, int] = {}
     open_: dict[object, _Open] = defaultdict(_Open)
-    found: dict[Op, Bucketed] = {}
+    out: dict[Op, Bucketed] = {}
 
     def close(bucket: _Open) -> None:
         for op in bucket.members:
-            parts = found.setdefault(op, Bucketed()).parts
-            parts[bucket.size] = parts.get(bucket.size, 0) + own[op]
-            found[op].runs += 1
-        found[op].completes += 1
+            shares = out.setdefault(op, Bucketed()).parts
+            shares[bucket.size] = shares.get(bucket.size, 0) + bytes_of[op]
+            out[op].runs += 1
+        out[op].completes += 1
         bucket.members, bucket.size, bucket.before = [], 0, bucket.before + 1
 
     for op, kind in _in_order(graph, values):
         (x,) = op.operands
-        if op not in own:
-            own[op] = _concrete(op, "bytes", x.numel * x.element_bytes(), values)
+        if op not in bytes_of:
+            bytes_of[op] = _concrete(op, "bytes", x.numel * x.element_bytes(), values)
         bucket = open_[kind.axis, x.dtype]
         bucket.members.append(op)
-        bucket.size += own[op]
+        bucket.size += bytes_of[op]
         if bucket.size >= kind.bucket[min(bucket.before, 1)]:
             close(bucket)
     for bucket in open_.values():
         if bucket.members:
             close(bucket)
-    return found
+    return out
 
 
 def _in_order(graph: Graph, values: Mapping[str, Poly]) -> Iterator[tuple[Op, Collective]]:
@@ -253,19 +255,19 @@ def _in_order(graph: Graph, values: Mapping[str, Poly]) -> Iterator[tuple[Op, Co
         if isinstance(op.kind, Collective) and op.kind.bucket:
             yield op, op.kind
         elif op.loop is not None and any(isinstance(o.kind, Collective) and o.kind.bucket for o in op.loop.body.walk()):
-            once = is_pass(op.loop.body)
-            for _ in range(1 if once else _concrete(op, "iterations", op.loop.count, values)):
+            single_pass = is_pass(op.loop.body)
+            for _ in range(1 if single_pass else _concrete(op, "iterations", op.loop.count, values)):
                 yield from _in_order(op.loop.body, values)
 
 
-def _concrete(op: Op, what: str, size: Poly, values: Mapping[str, Poly]) -> int:
-    found = size.bind(values).constant
-    if found is None:
+def _concrete(op: Op, unit: str, size: Poly, values: Mapping[str, Poly]) -> int:
+    value = size.bind(values).constant
+    if value is None:
         raise BindingError(
-            f"messages of {op.name!r}: {size.bind(values)} {what}, expected sizes of parameters that are bound: what "
-            f"fills a bucket is a number of bytes"
+            f"messages of {op.name!r}: {size.bind(values)} {unit}, expected a number; bind the sizes of all "
+            f"parameters, since a bucket is a number of bytes"
         )
-    return int(found)
+    return int(value)
 
 
 # -- exchange ----------------------------------------------------------------------------------------------------------
@@ -305,10 +307,10 @@ class Group:
 
     def below(self) -> Iterator[tuple[Poly, Poly]]:
         """Yield for each link the ranks in one domain below it, and in all domains that it joins."""
-        inside = ONE
+        domain = ONE
         for _, count in self.levels:
-            yield inside, inside * count
-            inside *= count
+            yield domain, domain * count
+            domain *= count
 
 
 def group_of(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardware) -> Group:
@@ -318,29 +320,29 @@ def group_of(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardwar
     graph has no mesh or lacks the op's axis, and SpecError if the size of the interconnect is unknown or the network
     joins too few devices.
     """
-    ranks, apart = (p.bind(values) for p in ranks_apart(op, graph))
-    return placed(op.name, ranks, apart, hardware)
+    ranks, stride = (p.bind(values) for p in ranks_apart(op, graph))
+    return placed(op.name, ranks, stride, hardware)
 
 
-def placed(name: str, ranks: Poly, apart: Poly, hardware: Hardware) -> Group:
+def placed(name: str, ranks: Poly, stride: Poly, hardware: Hardware) -> Group:
     """Return the placement of ranks that are `apart` devices apart; errors as in `group_of`, naming `name`."""
     if hardware.cluster is not None and hardware.cluster.torus:
-        return Group(hardware, covered(name, ranks, apart, hardware))
-    left, levels = ranks, []
+        return Group(hardware, covered(name, ranks, stride, hardware))
+    domains_left, levels = ranks, []
     for link, size in extents(hardware):
         if size is None:
-            levels.append((link, left))
+            levels.append((link, domains_left))
             break
         # devices left over in a domain do not hold a whole group of the next axis
-        one = size == 1 or (apart.constant is not None and apart.constant >= size)
-        room = ONE if one else poly(Max(1, _rounded(sympy.floor, poly(size) / apart).expr))
-        domains = ranks if one else _rounded(sympy.ceiling, ranks / room)
-        levels.append((link, left / domains))
-        left = domains
+        one_per_domain = size == 1 or (stride.constant is not None and stride.constant >= size)
+        room = ONE if one_per_domain else poly(Max(1, _rounded(sympy.floor, poly(size) / stride).expr))
+        domains = ranks if one_per_domain else _rounded(sympy.ceiling, ranks / room)
+        levels.append((link, domains_left / domains))
+        domains_left = domains
     else:
-        if left.constant not in (None, 1):
-            has = f"{ranks} ranks that are {apart} apart"
-            raise SpecError(f"time of {name!r}: {has}, expected the {size:,} devices that the {link} joins at most")
+        if domains_left.constant not in (None, 1):
+            ranks_text = f"{ranks} ranks that are {stride} apart"
+            raise SpecError(f"time of {name!r}: {ranks_text}, but the {link} joins at most {size:,} devices")
     return Group(hardware, tuple(levels))
 
 
@@ -353,24 +355,26 @@ def ranks_apart(op: Op, graph: Graph) -> tuple[Poly, Poly]:
         if isinstance(op.kind, Send) or op.kind.ranks == stage.stages:
             return stage.stages, devices
         return op.kind.ranks, devices * stage.stages / 2  # both ends, in one domain where all stages are
-    apart = _apart(op, op.kind.axis, graph)
-    return (poly(2) if isinstance(op.kind, Send) else op.kind.ranks), apart
+    stride = _stride(op, op.kind.axis, graph)
+    return (poly(2) if isinstance(op.kind, Send) else op.kind.ranks), stride
 
 
-def _apart(op: Op, axis: str, graph: Graph) -> Poly:
+def _stride(op: Op, axis: str, graph: Graph) -> Poly:
     """Return the distance in devices between neighbouring ranks of an axis."""
     if not axis:
         return ONE
     sharding = graph.root.sharding
     if sharding is None or axis not in sharding.mesh:
-        has = "a mesh: a graph as shard makes it has one" if sharding is None else str(sharding.mesh)
-        raise UnsupportedError(f"time of {op.name!r} over {axis!r} in graph {graph.name!r}: expected an axis of {has}")
+        expected = "a mesh, as in a graph from shard" if sharding is None else str(sharding.mesh)
+        raise UnsupportedError(
+            f"time of {op.name!r} over {axis!r} in graph {graph.name!r}: expected an axis of {expected}"
+        )
     names, last = list(sharding.mesh), sharding.mesh.parts(axis)[-1]
     return prod((sharding.mesh[name] for name in names[names.index(last) + 1 :]), start=ONE)
 
 
-def _rounded(how: Callable[[sympy.Expr], sympy.Expr], p: Poly) -> Poly:
-    return poly(how(p.expr))
+def _rounded(rounding: Callable[[sympy.Expr], sympy.Expr], p: Poly) -> Poly:
+    return poly(rounding(p.expr))
 
 
 def _several(n: Poly) -> Poly:
@@ -385,9 +389,9 @@ def _levels(n: Poly) -> Poly:
 
 def whole(op: Op) -> Poly:
     """Return the bytes in the full gathered tensor, or for other collectives in the tensor on one rank."""
-    kind, (x,), (made,) = op.kind, op.operands, op.results
+    kind, (x,), (gathered_tensor,) = op.kind, op.operands, op.results
     gathered = isinstance(kind, Collective) and kind.collective == "all_gather"
-    return (made if gathered else x).numel * x.element_bytes()
+    return (gathered_tensor if gathered else x).numel * x.element_bytes()
 
 
 def message(op: Op, values: Mapping[str, Poly]) -> tuple[Poly, str, Poly]:
@@ -397,19 +401,19 @@ def message(op: Op, values: Mapping[str, Poly]) -> tuple[Poly, str, Poly]:
     if isinstance(op.kind, Collective) and op.kind.ring:
         return op.kind.sends.bind(values), "send", size / op.kind.ranks.bind(values)
     # tensors stacked by a loop are sent one by one
-    apart = prod(x.sizes[: x.storage.pieces], start=ONE).bind(values)
-    return apart, op.kind.collective if isinstance(op.kind, Collective) else "send", size / apart
+    messages = prod(x.sizes[: x.storage.pieces], start=ONE).bind(values)
+    return messages, op.kind.collective if isinstance(op.kind, Collective) else "send", size / messages
 
 
 def exchange(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardware) -> tuple[Poly, str]:
     """Return the seconds of one collective or send, and its slowest link; errors as in `group_of`."""
     group = group_of(op, graph, values, hardware)
     if isinstance(op.kind, Collective) and op.kind.bucket:
-        found = bucketed(graph, values)[op]  # its share of the time of each message
-        times = (taken(op.kind.collective, poly(size), group) * mine / size for size, mine in found.parts.items())
-        return total(times) / found.runs, group.link
-    many, what, size = message(op, values)
-    return many * taken(what, size, group), group.link
+        bucket = bucketed(graph, values)[op]  # its share of the time of each message
+        times = (taken(op.kind.collective, poly(size), group) * mine / size for size, mine in bucket.parts.items())
+        return total(times) / bucket.runs, group.link
+    messages, collective, size = message(op, values)
+    return messages * taken(collective, size, group), group.link
 
 
 def taken(collective: str, size: Poly, group: Group) -> Poly:
@@ -444,9 +448,9 @@ def _steps(n: Poly, share: Poly, link: Callable[[], Wire]) -> Poly:
     """Return the time in which each of n ranks in a domain sends `share` bytes to each other one, over all links."""
     if n == ONE:
         return ZERO
-    fast, others = link(), n - 1
-    moved = others * share / fast.bandwidth if fast.pair == fast.bandwidth else _several(n) * share / fast.pair
-    return others * fast.latency + moved
+    fast, peers = link(), n - 1
+    moved = peers * share / fast.bandwidth if fast.pair == fast.bandwidth else _several(n) * share / fast.pair
+    return peers * fast.latency + moved
 
 
 def _ring(size: Poly, group: Group) -> Poly:
@@ -469,9 +473,9 @@ def _tree(size: Poly, group: Group) -> Poly:
 def _all_to_all(share: Poly, group: Group) -> Poly:
     (count, nearest), *further = group.joined
     out = _steps(count, share, nearest)
-    for (inside, reached), (_, link) in zip([*group.below()][1:], further, strict=True):
-        if reached != inside:
-            out += (reached - inside) * (link().latency + share / link().bandwidth)
+    for (domain, reached), (_, link) in zip([*group.below()][1:], further, strict=True):
+        if reached != domain:
+            out += (reached - domain) * (link().latency + share / link().bandwidth)
     return out
 
 
@@ -499,15 +503,15 @@ def least_busy(collective: str, size: Poly, group: Group) -> dict[str, Poly]:
         return least_around(collective, size, group.levels, group.hardware)
     out, n, nearer = {}, group.ranks, ONE
     further = [prod((ONE - _several(k) for k, _ in group.joined[i + 1 :]), start=ONE) for i in range(len(group.levels))]
-    for (name, count), (inside, reached), beyond in zip(group.levels, group.below(), further, strict=True):
-        part = (reached - inside) / n / inside
+    for (name, count), (domain, reached), beyond in zip(group.levels, group.below(), further, strict=True):
+        amount = (reached - domain) / n / domain
         if collective == "all_to_all":
-            part *= inside
+            amount *= domain
         elif collective == "all_reduce":
-            part = _several(count) * beyond / inside
+            amount = _several(count) * beyond / domain
         elif collective == "send":  # the next rank may be in the same domain
-            part = _several(count) * nearer
-            nearer -= part
-        if count != ONE and part:
-            out[name] = part * size / wire(group.hardware, name).bandwidth
+            amount = _several(count) * nearer
+            nearer -= amount
+        if count != ONE and amount:
+            out[name] = amount * size / wire(group.hardware, name).bandwidth
     return out

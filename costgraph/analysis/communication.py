@@ -80,14 +80,14 @@ class Communication(Table):
 
     def filter(self, **facts: str) -> Communication:
         """Return the rows with the given values: `filter(collective="all_gather", phase="forward")`."""
-        kept = (m for m in self.rows if all(getattr(m, name) == value for name, value in facts.items()))
-        return Communication(tuple(kept), self.graph)
+        selected = (m for m in self.rows if all(getattr(m, name) == value for name, value in facts.items()))
+        return Communication(tuple(selected), self.graph)
 
     def total(self) -> Formula:
         """Return the bytes that a rank sends in ring algorithms, over all rows."""
         return sum((m.ring_bytes for m in self.rows), start=0)
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"graph {self.graph}: {len(self.rows)} collectives"
 
     def _columns(self) -> Sequence[Column]:
@@ -167,15 +167,15 @@ def communication(
         for op, runs in times.items()
         if isinstance(op.kind, Collective | Send)
     ]
-    rows = [_in_messages(m, *found, graph, values) for m, found in zip(rows, times.items(), strict=True)]
+    rows = [_in_messages(m, *facts, graph, values) for m, facts in zip(rows, times.items(), strict=True)]
     if device is not None:
-        rows = [_timed(m, *found, graph, values, device) for m, found in zip(rows, times.items(), strict=True)]
+        rows = [_timed(m, *facts, graph, values, device) for m, facts in zip(rows, times.items(), strict=True)]
     return Communication(tuple(rows), graph.name)
 
 
 def _timed(m: Message, op: Op, runs: list[Poly], graph: Graph, values: Bindings, device: Hardware) -> Message:
-    once, link = exchange(op, graph, values, device)
-    return replace(m, seconds=as_seconds(once * total(runs).bind(values), values), link=link)
+    seconds_once, link = exchange(op, graph, values, device)
+    return replace(m, seconds=as_seconds(seconds_once * total(runs).bind(values), values), link=link)
 
 
 def _in_messages(m: Message, op: Op, runs: list[Poly], graph: Graph, values: Bindings) -> Message:
@@ -183,26 +183,26 @@ def _in_messages(m: Message, op: Op, runs: list[Poly], graph: Graph, values: Bin
     if not isinstance(op.kind, Collective) or not op.kind.bucket:
         return replace(m, messages=m.times)
     try:
-        found = bucketed(graph, values)[op]
+        bucket = bucketed(graph, values)[op]
     except BindingError:
         return m
-    return replace(m, messages=bound_answer(total(runs) * found.completes / found.runs, values))
+    return replace(m, messages=bound_answer(total(runs) * bucket.completes / bucket.runs, values))
 
 
 def _message(op: Op, kind: Collective | Send, times: Poly, values: Bindings) -> Message:
     collective, ranks = (kind.collective, kind.ranks) if isinstance(kind, Collective) else ("send", poly(2))
     size = whole(op)
-    sent = size * (ranks - 1) / ranks * (2 if collective == "all_reduce" else 1)
+    ring_bytes = size * (ranks - 1) / ranks * (2 if collective == "all_reduce" else 1)
     if collective == "send":
-        sent = size
+        ring_bytes = size
     if isinstance(kind, Collective) and kind.ring:
         collective, times, size = "send", times * kind.sends, size / ranks
-        sent = size
+        ring_bytes = size
 
     def bound(p: Poly) -> Formula:
         return bound_answer(p, values)
 
     return Message(
         op.name, collective, kind.axis, bound(ranks), op.phase, op.scope, bound(times), bound(size),
-        bound(sent * times),
+        bound(ring_bytes * times),
     )  # fmt: skip

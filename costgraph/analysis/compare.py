@@ -82,7 +82,7 @@ class Comparison(Table):
         """Return the total difference in one kind of cost."""
         return sum((r.difference for r in self.rows if r.kind == kind), start=0)
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"graphs {' and '.join(map(shorten, self.graphs))}: {len(self.rows)} rows"
 
     def _columns(self) -> Sequence[Column]:
@@ -134,12 +134,12 @@ def compare(first: Graph, second: Graph, /, *, count: str = "executed", **dims: 
     """
     need_graph("compare: first", first)
     need_graph("compare: second", second)
-    both = known_names(first) | known_names(second)
-    amounts = [_amounts(g, count, {k: v for k, v in dims.items() if k in known_names(g) or k not in both})
+    shared_names = known_names(first) | known_names(second)
+    amounts = [_amounts(g, count, {k: v for k, v in dims.items() if k in known_names(g) or k not in shared_names})
                for g in (first, second)]  # fmt: skip
     rows = []
     for key in dict.fromkeys([*amounts[0], *amounts[1]]):
-        a, b = (found.get(key, ZERO) for found in amounts)
+        a, b = (by_class.get(key, ZERO) for by_class in amounts)
         if a or b:
             rows.append(Compared(*key, answer(a), answer(b), answer(b - a)))
     order = ("forward", "recompute", "backward", "optimizer")
@@ -149,18 +149,18 @@ def compare(first: Graph, second: Graph, /, *, count: str = "executed", **dims: 
 
 def _amounts(graph: Graph, count: str, dims: Mapping[str, int]) -> dict[tuple[str, str, str], Poly]:
     values = bindings(graph, dims)
-    found: dict[tuple[str, str, str], Poly] = {}
+    amounts: dict[tuple[str, str, str], Poly] = {}
     around = ""
     for op, times, moves in executions(graph):
         around = _class_of(op) if moves else around  # ops fused into a kernel belong to it
-        own = op.kind.flops(op).by_kind(count)
+        amounts_of_op = op.kind.flops(op).by_kind(count)
         if moves:
-            own |= traffic_of(op)
-        for kind, amount in own.items():
+            amounts_of_op |= traffic_of(op)
+        for kind, amount in amounts_of_op.items():
             if amount:
                 key = op.phase, around, kind
-                found[key] = found.get(key, ZERO) + (as_poly(amount) * times).bind(values)
-    return found
+                amounts[key] = amounts.get(key, ZERO) + (as_poly(amount) * times).bind(values)
+    return amounts
 
 
 def _class_of(op: Op) -> str:

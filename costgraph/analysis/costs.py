@@ -161,17 +161,17 @@ class Costs(Table):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"graph {shorten(self.graph)}: {len(self.rows)} rows"
 
     def _columns(self) -> Sequence[Column]:
         return _COLUMNS
 
     def _facts(self) -> Sequence[Fact]:
-        whole = self.total()
+        sums = self.total()
         return (
-            Fact("FLOPs", whole.flops, "FLOP"), Fact("of contractions", whole.matmul, "FLOP"),
-            Fact("bytes moved", whole.bytes, "B"),
+            Fact("FLOPs", sums.flops, "FLOP"), Fact("of contractions", sums.matmul, "FLOP"),
+            Fact("bytes moved", sums.bytes, "B"),
         )  # fmt: skip
 
     def filter(self, **wanted: str | Callable[[str], bool]) -> Costs:
@@ -196,8 +196,8 @@ class Costs(Table):
         for column, value in wanted.items():
             _need_column(column)
             _need_value(column, value)
-        kept = [r for r in self.rows if all(_matches(getattr(r, c), w, c) for c, w in wanted.items())]
-        return replace(self, rows=tuple(kept))
+        selected = [r for r in self.rows if all(_matches(getattr(r, c), w, c) for c, w in wanted.items())]
+        return replace(self, rows=tuple(selected))
 
     def group(self, column: str, depth: int | None = None) -> Grouped:
         """Split the table by a column.
@@ -230,8 +230,8 @@ class Costs(Table):
             sums[kind] = total(r.amount for r in self.rows if r.direction == "compute" and r.kind == kind)
         read = total(r.amount for r in self.rows if r.direction == "read")
         written = total(r.amount for r in self.rows if r.direction == "write")
-        parts = {**sums, "read": read, "written": written}
-        return Cost(**{k: answer(p, _held(self.validity)) for k, p in parts.items()})
+        amounts = {**sums, "read": read, "written": written}
+        return Cost(**{k: answer(p, _held(self.validity)) for k, p in amounts.items()})
 
     def bind(self, **dims: int) -> Costs:
         """Bind sizes in every row.
@@ -249,7 +249,10 @@ class Costs(Table):
         if validity is not None:
             for name, size in validity.values:
                 if values.get(name, size) != size:
-                    raise BindingError(f"{name}={dims[name]}: the costs were derived with {name}={size}, expected that")
+                    raise BindingError(
+                        f"{name}={dims[name]}: the costs were derived with {name}={size}; "
+                        f"derive them again for another size"
+                    )
             validity = validity.at(values)
             values |= validity.settled()
         rows = (replace(r, amount=r.amount.bind(values), validity=validity) for r in self.rows)
@@ -270,7 +273,7 @@ class Grouped(Table, dict[str, Costs]):
         """Each value with its total cost."""
         return tuple(self.total().items())
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{len(self)} tables"
 
     def _columns(self) -> Sequence[Column]:
@@ -297,18 +300,18 @@ def _need_column(column: str) -> None:
     need_choice("costs: column", column, [f.name for f in fields(CostRow) if f.type == "str"])
 
 
-def _need_value(column: str, wanted: object) -> None:
+def _need_value(column: str, value: object) -> None:
     """Raise for values that no row can have, since a misspelt kind would sum to zero."""
-    if not isinstance(wanted, str):
-        need_call(f"costs: {column}", wanted)
+    if not isinstance(value, str):
+        need_call(f"costs: {column}", value)
     elif column in _VALUES:
-        need_choice(f"costs: {column}", wanted, _VALUES[column])
+        need_choice(f"costs: {column}", value, _VALUES[column])
 
 
-def _matches(value: str, wanted: str | Callable[[str], bool], column: str) -> bool:
-    if callable(wanted):
-        return wanted(value)
-    return value == wanted or (column in ("scope", "op") and value.startswith(f"{wanted}/"))
+def _matches(value: str, condition: str | Callable[[str], bool], column: str) -> bool:
+    if callable(condition):
+        return condition(value)
+    return value == condition or (column in ("scope", "op") and value.startswith(f"{condition}/"))
 
 
 # -- aliases -----------------------------------------------------------------------------------------------------------
@@ -337,27 +340,27 @@ def situations(loop: Loop) -> list[tuple[Aliases, Poly]]:
     is read under two names.
     """
     count = loop.count
-    seen, first = _followed(loop)
-    if len(seen) == 1:
-        return [(seen[0], count)]
+    alias_sets, first = _carried_aliases(loop)
+    if len(alias_sets) == 1:
+        return [(alias_sets[0], count)]
     out = []
-    for k, aliases in enumerate(seen):
+    for k, aliases in enumerate(alias_sets):
         if k < first:
             times = smaller(ONE, at_least_zero(count - k)) if k else ONE
         else:  # periodic from here on
-            times = at_least_zero(poly(sympy.ceiling(((count - k) / (len(seen) - first)).expr)))
+            times = at_least_zero(poly(sympy.ceiling(((count - k) / (len(alias_sets) - first)).expr)))
         if times:
             out.append((aliases, times))
     return out
 
 
-def _followed(loop: Loop) -> tuple[list[Aliases], int]:
+def _carried_aliases(loop: Loop) -> tuple[list[Aliases], int]:
     """Follow the carries until their alias sets repeat; return the sets and the start of the period."""
     iteration = _iteration(loop.body)
     before = {name: poly(symbol(name)) - 1 for name in iteration.names()}
     fixed = dict(_entries(loop, iteration))
     state = [_resolved(t.storage, t.offset) for t in loop.starts]
-    made: dict[tuple[Storage, int], Storage] = {}
+    copies: dict[tuple[Storage, int], Storage] = {}
     places = {f.storage: i for i, f in enumerate(loop.carries)}
     history: list[tuple[Place, ...]] = []
     while tuple(state) not in history:
@@ -366,29 +369,29 @@ def _followed(loop: Loop) -> tuple[list[Aliases], int]:
         for t in loop.nexts:
             if t.storage in places:
                 base, delta = state[places[t.storage]]
-                after.append((_older(made, base), delta.bind(before) + t.offset))
+                after.append((_older(copies, base), delta.bind(before) + t.offset))
             elif t.storage in fixed:  # a slice carried from the previous iteration
                 base, delta = fixed[t.storage]
                 after.append((base, delta.bind(before) + t.offset))
             else:
-                after.append((made.setdefault((t.storage, 0), _copy(t.storage)), t.offset))
+                after.append((copies.setdefault((t.storage, 0), _copy(t.storage)), t.offset))
         state = after
     first = history.index(tuple(state))
     inputs = [f.storage for f in loop.carries]
-    told = [_told(loop.body, {**fixed, **dict(zip(inputs, s, strict=True))}) for s in history]
-    if all(t == told[0] for t in told):
-        return told[:1], 0
-    return _shortened(told, first)
+    alias_sets = [_alias_sets(loop.body, {**fixed, **dict(zip(inputs, s, strict=True))}) for s in history]
+    if all(t == alias_sets[0] for t in alias_sets):
+        return alias_sets[:1], 0
+    return _shortened(alias_sets, first)
 
 
-def _shortened(told: list[Aliases], first: int) -> tuple[list[Aliases], int]:
+def _shortened(alias_sets: list[Aliases], first: int) -> tuple[list[Aliases], int]:
     """Shorten the sequence if alias sets repeat sooner than the carries."""
-    if all(t == told[first] for t in told[first:]):
-        told = told[: first + 1]
-    while first and len(told) == first + 1 and told[first - 1] == told[first]:
-        told.pop()
+    if all(t == alias_sets[first] for t in alias_sets[first:]):
+        alias_sets = alias_sets[: first + 1]
+    while first and len(alias_sets) == first + 1 and alias_sets[first - 1] == alias_sets[first]:
+        alias_sets.pop()
         first -= 1
-    return told, first
+    return alias_sets, first
 
 
 def _copy(storage: Storage) -> Storage:
@@ -398,10 +401,10 @@ def _copy(storage: Storage) -> Storage:
     return out
 
 
-def _older(made: dict[tuple[Storage, int], Storage], base: Storage) -> Storage:
+def _older(copies: dict[tuple[Storage, int], Storage], base: Storage) -> Storage:
     """Return the storage as seen one iteration later: one produced in the body is then older than the newest."""
-    key = next((k for k, s in made.items() if s is base), None)
-    return base if key is None else made.setdefault((key[0], key[1] + 1), _copy(base))
+    key = next((k for k, s in copies.items() if s is base), None)
+    return base if key is None else copies.setdefault((key[0], key[1] + 1), _copy(base))
 
 
 def _resolved(storage: Storage, offset: Poly) -> Place:
@@ -428,16 +431,16 @@ def _entries(loop: Loop, iteration: Poly) -> Iterator[tuple[Storage, Place]]:
         yield f.storage, _resolved(t.storage, ZERO)  # its own offset is the outer one's
 
 
-def _told(body: Graph, places: Mapping[Storage, Place]) -> Aliases:
+def _alias_sets(body: Graph, places: Mapping[Storage, Place]) -> Aliases:
     """Return the alias sets if an op reads one storage under two names, else nothing."""
     bases = [base for base, _ in places.values()]
-    shared = {name: place for name, place in places.items() if bases.count(place[0]) > 1}
+    shared = {name: location for name, location in places.items() if bases.count(location[0]) > 1}
     if not shared:
         return {}
-    same = partial(_base, shared)
+    base_of = partial(_base, shared)
     for inner in body.walk():
         names = {t.storage for t in inner.operands}
-        if len({same(n) for n in names}) < len(names):
+        if len({base_of(n) for n in names}) < len(names):
             return shared
     return {}
 
@@ -466,14 +469,14 @@ def _known(graph: Graph) -> Relations:
     return Relations([*graph.root.relations.relations, *map(parse_relation, texts)])
 
 
-def _at_most(touched: Poly, whole: Poly, known: Relations) -> Poly:
+def _clamped(touched: Poly, size: Poly, relations: Relations) -> Poly:
     """Return the accessed elements, bounded by the size of the tensor."""
-    if at_least(whole, touched) or known.nonnegative(whole - touched):
+    if at_least(size, touched) or relations.nonnegative(size - touched):
         return touched
-    return whole if at_least(touched, whole) else poly(Min(touched.expr, whole.expr))
+    return size if at_least(touched, size) else poly(Min(touched.expr, size.expr))
 
 
-def _made(t: Tensor) -> tuple[object, ...] | None:
+def _written_identity(t: Tensor) -> tuple[object, ...] | None:
     """Identify the elements that an output has to write, or None if a loop may only forward them."""
     source = t
     while source.is_view and source.producer is not None:
@@ -482,25 +485,25 @@ def _made(t: Tensor) -> tuple[object, ...] | None:
     if op is None or op.body is None or op.loop is None:
         return t.region()
     inner = op.body.outputs[op.results.index(source)]
-    made = None if inner.role != "activation" else _made(inner)
-    return None if made is None else (op, *made, *t.region()[1:])
+    identity = None if inner.role != "activation" else _written_identity(inner)
+    return None if identity is None else (op, *identity, *t.region()[1:])
 
 
 def _outputs(graph: Graph) -> Iterator[Poly]:
     """Yield the bytes written per output storage; of parts that may overlap, only the largest counts."""
     by_storage: dict[object, dict[tuple[object, ...], Tensor]] = {}
     for t in graph.outputs:
-        if t.storage.role == "activation" and not t.storage.host and (made := _made(t)):
-            by_storage.setdefault(t.storage, {}).setdefault(made, t)
-    seen: set[tuple[object, ...]] = set()
-    for found in by_storage.values():
-        tensors = [t for made, t in found.items() if made not in seen]
-        seen.update(found)
+        if t.storage.role == "activation" and not t.storage.host and (identity := _written_identity(t)):
+            by_storage.setdefault(t.storage, {}).setdefault(identity, t)
+    counted: set[tuple[object, ...]] = set()
+    for tensors_by_identity in by_storage.values():
+        tensors = [t for identity, t in tensors_by_identity.items() if identity not in counted]
+        counted.update(tensors_by_identity)
         if tensors:
             yield together(tensors) * tensors[0].element_bytes()
 
 
-def _kept(graph: Graph, t: Tensor) -> Poly:
+def _cache_writes(graph: Graph, t: Tensor) -> Poly:
     """Return the elements that a step writes to a cache, which the next step reads."""
     if t.role != "cache":
         return ZERO
@@ -509,8 +512,8 @@ def _kept(graph: Graph, t: Tensor) -> Poly:
     return total(
         written
         for op in changing
-        for made, written in zip(op.results, op.kind.writes(op), strict=True)
-        if made.storage is t.storage
+        for result, written in zip(op.results, op.kind.writes(op), strict=True)
+        if result.storage is t.storage
     )
 
 
@@ -521,14 +524,14 @@ def compulsory(graph: Graph) -> Poly:
     count in full, and caches also the elements written to them. Unused tensors are not moved.
     """
     if "compulsory" not in graph.cache:
-        parts, known = [], _known(graph)
+        amounts, relations = [], _known(graph)
         for g, times in repeated_bodies(graph):
             for t in g.tensors:
                 if t.producer is None and t.role in SOURCES and t.role != "formal" and not t.storage.host:
-                    touched = _at_most(elements_read(g, t), t.storage.elements, known)
-                    parts.append((touched + _kept(g, t)) * t.element_bytes() * times)
-        parts += _outputs(graph)
-        graph.cache["compulsory"] = total(parts)
+                    touched = _clamped(elements_read(g, t), t.storage.elements, relations)
+                    amounts.append((touched + _cache_writes(g, t)) * t.element_bytes() * times)
+        amounts += _outputs(graph)
+        graph.cache["compulsory"] = total(amounts)
     out: Poly = graph.cache["compulsory"]
     return out
 
@@ -574,23 +577,23 @@ def _iterations(loop: Loop, times: Poly, moves: bool, absent: dict[Tensor, Poly]
         # the first iteration initializes a carried accumulator
         begun = zip(loop.carries, loop.starts, strict=True) if nth == 0 else ()
         inner = {f: absent[t] for f, t in begun if t in absent}
-        given = (*zip(loop.slices, loop.xs, strict=True), *zip(loop.captured, loop.shared, strict=True))
-        inner |= {f: absent[t] * runs for f, t in given if t in absent}
+        bindings_of_body = (*zip(loop.slices, loop.xs, strict=True), *zip(loop.captured, loop.shared, strict=True))
+        inner |= {f: absent[t] * runs for f, t in bindings_of_body if t in absent}
         with aliased(aliases):
             yield from _executions(loop.body, times * runs, moves, inner)
 
 
 def _situations(loop: Loop) -> list[tuple[Mapping[Storage, tuple[Storage, Poly]], Poly]]:
     """Return the alias sets of a loop; one bounded by an outer loop's index runs 0 + 1 + ... times."""
-    found = situations(loop)
+    alias_sets = situations(loop)
     if not loop.until:
-        return found
-    if len(found) > 1:
+        return alias_sets
+    if len(alias_sets) > 1:
         raise UnsupportedError(
-            f"{loop.op.name!r} reads one tensor under two names, expected a loop that reads each once"
+            f"{loop.op.name!r} reads one tensor under two names, expected a loop that reads each tensor once"
         )
     # the mean trip count
-    return [(found[0][0], (loop.count - 1) / 2)]
+    return [(alias_sets[0][0], (loop.count - 1) / 2)]
 
 
 def compute_dtype(op: Op) -> str:
@@ -600,21 +603,21 @@ def compute_dtype(op: Op) -> str:
     """
     multiplies = isinstance(op.kind, Einsum | GroupedMatmul)
     operands = op.operands[:2] if isinstance(op.kind, GroupedMatmul) else op.operands  # the others are routing indices
-    found = [t.dtype for t in operands if t.dtype.kind == "float"]
-    if not found:
-        found = [t.dtype for t in (operands if multiplies else op.results[:1])]
-    if multiplies and found[0].kind == "float" and all(f.bits <= 8 for f in found):
-        made = max(found, key=lambda f: (f.bits, f.mantissa))  # E4M3 times E5M2 runs on either unit
+    formats = [t.dtype for t in operands if t.dtype.kind == "float"]
+    if not formats:
+        formats = [t.dtype for t in (operands if multiplies else op.results[:1])]
+    if multiplies and formats[0].kind == "float" and all(f.bits <= 8 for f in formats):
+        promoted = max(formats, key=lambda f: (f.bits, f.mantissa))  # E4M3 times E5M2 runs on either unit
     else:
-        made = fold(promote, found)
-    return made.element or made.name
+        promoted = fold(promote, formats)
+    return promoted.element or promoted.name
 
 
 def _main_kind(op: Op, flops_of: Callable[[Op], Flops]) -> str:
     """Return the kind that an op's bytes are listed under: its first kind of FLOPs, including fused ops."""
-    inside = [op] if op.body is None else [inner for inner, _, _ in executions(op.body)]
-    found = [flops_of(i).by_kind() for i in inside]
-    return next((k for k in FLOP_KINDS if any(flops[k] for flops in found)), "data")
+    inner_ops = [op] if op.body is None else [inner for inner, _, _ in executions(op.body)]
+    flops_by_op = [flops_of(i).by_kind() for i in inner_ops]
+    return next((k for k in FLOP_KINDS if any(flops[k] for flops in flops_by_op)), "data")
 
 
 def _traffic(op: Op) -> Iterator[tuple[str, str, Poly]]:
@@ -626,8 +629,8 @@ def _traffic(op: Op) -> Iterator[tuple[str, str, Poly]]:
         for t, amount in zip(tensors, amounts, strict=False):
             if amount:
                 by_format.setdefault(t.dtype.name, []).append(amount * t.element_bytes())
-        for dtype, parts in by_format.items():
-            yield direction, dtype, parts[0] if len(parts) == 1 else total(parts)
+        for dtype, summands in by_format.items():
+            yield direction, dtype, summands[0] if len(summands) == 1 else total(summands)
 
 
 @collection_paused()
@@ -662,12 +665,12 @@ def _bound_rows(graph: Graph, count: str, dims: Mapping[str, object]) -> tuple[t
     values = bindings(graph, dims)
     rows = _rows(graph, count)
     # cached, since a report requests the same sizes several times
-    kept: tuple[object, tuple[CostRow, ...]] = graph.cache.get(("bound costs", count), (None, ()))
-    if kept[0] != values:
+    entry: tuple[object, tuple[CostRow, ...]] = graph.cache.get(("bound costs", count), (None, ()))
+    if entry[0] != values:
         validity = values.validity
-        kept = values, tuple(replace(r, amount=r.amount.bind(values), validity=validity) for r in rows)
-        graph.cache["bound costs", count] = kept
-    return kept[1], values
+        entry = values, tuple(replace(r, amount=r.amount.bind(values), validity=validity) for r in rows)
+        graph.cache["bound costs", count] = entry
+    return entry[1], values
 
 
 def costs(graph: Graph, /, *, count: str = "executed", **dims: int) -> Costs:
@@ -707,18 +710,18 @@ def costs(graph: Graph, /, *, count: str = "executed", **dims: int) -> Costs:
     return Costs(rows, known_names(graph), values.validity, graph.name)
 
 
-def _sum_of(graph: Graph, dims: Mapping[str, object], count: str, wanted: Callable[[CostRow], bool]) -> Formula:
+def _sum_of(graph: Graph, dims: Mapping[str, object], count: str, selects: Callable[[CostRow], bool]) -> Formula:
     need_graph("costs", graph)
     need_choice("count", count, _COUNTS)
-    key = ("sum", count, wanted)
-    found = of_stages(graph, dims)
-    for g, _ in found:
+    key = ("sum", count, selects)
+    stages = of_stages(graph, dims)
+    for g, _ in stages:
         if key not in g.cache:
-            g.cache[key] = total(r.amount for r in _rows(g, count) if wanted(r))
-    if len(found) == 1:
-        return bound_answer(graph.cache[key], found[0][1])
-    amounts = [(g.cache[key].bind(values), Owner(g.name)) for g, values in found]
-    return answer(extremum(amounts), tuple(v for _, values in found for v in values.held))
+            g.cache[key] = total(r.amount for r in _rows(g, count) if selects(r))
+    if len(stages) == 1:
+        return bound_answer(graph.cache[key], stages[0][1])
+    amounts = [(g.cache[key].bind(values), Owner(g.name)) for g, values in stages]
+    return answer(extremum(amounts), tuple(v for _, values in stages for v in values.held))
 
 
 def _is_compute(row: CostRow) -> bool:
@@ -843,7 +846,9 @@ def bytes_moved(graph: Graph, /, fused: bool = False, *, cache: object = None, *
 def _through(graph: Graph, fused: bool, cache: object, dims: Mapping[str, object]) -> Formula:
     size = cache_bytes("bytes_moved", graph, cache)
     if fused:
-        raise GraphError("bytes_moved: fused=True beside a cache, expected one of them: the cache is that of each op")
+        raise GraphError(
+            "bytes_moved: fused=True together with cache=; expected only one of them, since each op has its own cache"
+        )
     values = bindings(graph, dims)
     moved = (least_traffic(op, size, values) * times.bind(values) for op, times, moves in executions(graph) if moves)
     return bound_answer(total(moved), values)
@@ -873,7 +878,7 @@ def intensity(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
     """
     work, moved = flops(graph, **dims), bytes_moved(graph, fused, **dims)
     if moved == 0:
-        raise GraphError(f"intensity of graph {graph.name!r}: it moves no bytes, expected an op that does")
+        raise GraphError(f"intensity of graph {graph.name!r}: it moves no bytes, so its intensity is undefined")
     ratio = as_expr(work) / as_expr(moved)
     short = not ratio.atoms(sympy.floor, sympy.ceiling) and _small(ratio)
     return answer(conditioned(_cancelled(plain(ratio)), held_by(ratio)) if short else ratio)

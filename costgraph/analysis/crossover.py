@@ -91,15 +91,17 @@ def crossover(
     values.pop(symbol, None)
     chosen = [w for w in works(graph) if of is graph or w.op is of]
     if not chosen:
-        raise GraphError(f"crossover: op {getattr(of, 'name', '')!r} does nothing that takes time")
-    alone = next((w for w in chosen if w.collective), None)
-    if alone is not None:
-        raise UnsupportedError(f"crossover: {alone.op.name!r} is a collective, expected what one device does alone")
+        raise GraphError(f"crossover: op {getattr(of, 'name', '')!r} takes no time")
+    collective_work = next((w for w in chosen if w.collective), None)
+    if collective_work is not None:
+        raise UnsupportedError(
+            f"crossover: {collective_work.op.name!r} is a collective; expected an op of a single device"
+        )
     rates = Rates(device, fallback)
     excess = total(c - m for c, m in (w.seconds(rates) for w in chosen)).bind(values)
     warn_of(device, rates.stand_ins.values())
-    found = _root(excess, symbol, _allowed(graph, values, symbol))
-    return answer(found, values.held) if isinstance(found, sympy.Expr) else found
+    size = _root(excess, symbol, _allowed(graph, values, symbol))
+    return answer(size, values.held) if isinstance(size, sympy.Expr) else size
 
 
 @dataclass(frozen=True)
@@ -119,18 +121,18 @@ class _Sizes:
 
     def spread(self) -> list[int]:
         """Return both ends, and the powers of two between them."""
-        inside = (2**i for i in range(_DOUBLINGS) if 2**i in self)
-        return sorted({*inside, self.least, *([] if self.most is None else [self.most])})
+        powers = (2**i for i in range(_DOUBLINGS) if 2**i in self)
+        return sorted({*powers, self.least, *([] if self.most is None else [self.most])})
 
 
 def _allowed(graph: Graph, values: Mapping[str, Poly], symbol: str) -> _Sizes:
     """Return the sizes that assumptions and declared sizes allow, with all others bound."""
     out = _Sizes()
-    for asked in _asked(graph, values):
-        if asked.amount.names() == {symbol}:
-            out = out.both(_meeting(asked, symbol))
+    for requirement in _asked(graph, values):
+        if requirement.amount.names() == {symbol}:
+            out = out.both(_meeting(requirement, symbol))
     if out.most is not None and out.least > out.most:
-        raise UnsupportedError(f"crossover: no {symbol} is allowed beside the other sizes, expected one at least")
+        raise UnsupportedError(f"crossover: no size of {symbol} is allowed with the other sizes")
     return out
 
 
@@ -141,23 +143,23 @@ def _asked(graph: Graph, values: Mapping[str, Poly]) -> Iterator[Requirement]:
         yield Requirement(c.formula.bind(values), c.least)
 
 
-def _meeting(asked: Requirement, symbol: str) -> _Sizes:
+def _meeting(requirement: Requirement, symbol: str) -> _Sizes:
     """Return the interval in which a condition holds; all sizes if none is found."""
-    if asked.equal:
-        found = solve(asked.amount, [symbol])
-        size = None if found is None else found[1].constant
+    if requirement.equal:
+        solution = solve(requirement.amount, [symbol])
+        size = None if solution is None else solution[1].constant
         return _Sizes() if size is None else _Sizes(math.ceil(size), math.floor(size))
 
     def holds(size: int) -> bool:
-        return asked.holds({symbol: size})
+        return requirement.holds({symbol: size})
 
     met = [holds(2**i) for i in range(_DOUBLINGS)]
     if not any(met):
         return _Sizes()
     first, last = met.index(True), _DOUBLINGS - 1 - met[::-1].index(True)
-    least = 1 if first == 0 else _first(holds, 2 ** (first - 1), 2**first)
+    smallest = 1 if first == 0 else _first(holds, 2 ** (first - 1), 2**first)
     return _Sizes(
-        least, None if last == _DOUBLINGS - 1 else _first(lambda n: not holds(n), 2**last, 2 ** (last + 1)) - 1
+        smallest, None if last == _DOUBLINGS - 1 else _first(lambda n: not holds(n), 2**last, 2 ** (last + 1)) - 1
     )
 
 
@@ -174,19 +176,19 @@ def _root(excess: Poly, symbol: str, sizes: _Sizes) -> Formula:
     powers: dict[int, list[Poly]] = {}
     for m, c in excess.terms.items():
         power = dict(m).get(symbol, 0)
-        rest = Poly({tuple(f for f in m if f[0] != symbol): c})
-        if symbol in rest.names():
+        cofactor = Poly({tuple(f for f in m if f[0] != symbol): c})
+        if symbol in cofactor.names():
             return _search(excess, symbol, sizes)
-        powers.setdefault(power, []).append(rest)
-    sums = {p: total(parts) for p, parts in powers.items() if total(parts)}
+        powers.setdefault(power, []).append(cofactor)
+    sums = {p: total(coefficients) for p, coefficients in powers.items() if total(coefficients)}
     if NOTHING_KNOWN.nonnegative(excess):
         return 0
     if NOTHING_KNOWN.nonnegative(-excess):
         return math.inf
-    least = min(sums)
-    if max(sums) - least != 1:
+    lowest_power = min(sums)
+    if max(sums) - lowest_power != 1:
         return _search(excess, symbol, sizes)
-    turn = answer(sympy.cancel(-sums[least].expr / sums[least + 1].expr))
+    turn = answer(sympy.cancel(-sums[lowest_power].expr / sums[lowest_power + 1].expr))
     if isinstance(turn, sympy.Expr) or turn in sizes:
         return turn
     return 0 if _is_positive(excess, symbol, sizes.least) else math.inf
@@ -198,10 +200,10 @@ def _is_positive(excess: Poly, symbol: str, size: int) -> bool:
 
 def _search(excess: Poly, symbol: str, sizes: _Sizes) -> Formula:
     """Find the first size after the change by bisection; all other names have to be bound."""
-    left = sorted(excess.names() - {symbol})
-    if left:
+    open_names = sorted(excess.names() - {symbol})
+    if open_names:
         raise UnsupportedError(
-            f"crossover: no closed form for {symbol} in {excess}, expected sizes for {', '.join(left)}"
+            f"crossover: no closed form for {symbol} in {excess}, expected sizes for {', '.join(open_names)}"
         )
 
     def positive(size: int) -> bool:
@@ -214,6 +216,8 @@ def _search(excess: Poly, symbol: str, sizes: _Sizes) -> Formula:
         return 0 if signs[0] else math.inf
     if len(changes) > 1:
         places = ", ".join(str(tried[i]) for i in changes)
-        raise UnsupportedError(f"crossover: {symbol} has several, above {places}, expected an op or a graph with one")
+        raise UnsupportedError(
+            f"crossover: {symbol} has several crossovers, above {places}; expected an op or a graph with one"
+        )
     before = signs[changes[0]]
     return _first(lambda size: positive(size) != before, tried[changes[0]], tried[changes[0] + 1])

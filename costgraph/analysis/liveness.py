@@ -28,7 +28,7 @@ from ..ops.loops import Env, LoopExecutor, PlayedIteration
 from .collecting import collection_paused
 from .params import cached
 from .pipeline_buffers import PipelineBuffers
-from .saved import handed_back, left, left_for_weights
+from .saved import deferred_grad_bytes, saved_by_pass, saved_for_weights
 
 __all__ = [
     "LoopStorages",
@@ -83,14 +83,14 @@ class LiveRange:
 class LoopStorages:
     """Per-iteration storages that a loop stacks: one live range per unrolled iteration, and the rest as one."""
 
-    def __init__(self, slots: Sequence[Held], rest: list[LiveRange]) -> None:
+    def __init__(self, slots: Sequence[Held], unplayed: list[LiveRange]) -> None:
         self.slots = slots
-        self.rest = rest
+        self.unplayed = unplayed
 
     def every(self) -> Iterator[LiveRange]:
         """Yield the live ranges of all members."""
         yield from self.played()
-        yield from self.rest
+        yield from self.unplayed
 
     def played(self) -> Iterator[LiveRange]:
         """Yield the live ranges that belong to unrolled iterations."""
@@ -129,14 +129,14 @@ class UnplayedIterations:
     def family(self, slots: Sequence[Held], *, reverse: bool) -> LoopStorages:
         """Return the family behind a result whose slices from unrolled iterations are `slots`."""
         member = slots[-1 - self.middle if reverse else self.middle] if self.count and slots else None
-        rest = [life for m in member.every() for life in self.others(m)] if member is not None else []
-        return LoopStorages(slots, list(dict.fromkeys(rest)))
+        unplayed = [life for m in member.every() for life in self.others(m)] if member is not None else []
+        return LoopStorages(slots, list(dict.fromkeys(unplayed)))
 
     def others(self, member: LiveRange) -> Iterator[LiveRange]:
         """Yield the entries that represent a storage in the iterations that are not unrolled."""
         for family in self.read:  # a slice updated in place
             if isinstance(family, LoopStorages) and any(member is life for life in family.played()):
-                yield from family.rest
+                yield from family.unplayed
                 return
         if member.born is None or member.born < self.start:
             return  # shared by all iterations
@@ -146,9 +146,9 @@ class UnplayedIterations:
             last = str(self.count + self.middle).replace(" ", "")
             label = [*label[: self.depth], f"[{self.middle + 1}..{last}]", *label[self.depth + 1 :]]
             name = getattr(storage, "name", "") + "".join(map(str, label))
-            bytes_, many = member.bytes * self.count, member.many * self.count
-            made = (storage, *label)
-            self.lives[key] = LiveRange(name, member.role, bytes_, self.turn, self.turn, many, made, member.host)
+            bytes_, pieces = member.bytes * self.count, member.many * self.count
+            identity = (storage, *label)
+            self.lives[key] = LiveRange(name, member.role, bytes_, self.turn, self.turn, pieces, identity, member.host)
         yield self.lives[key]
 
 
@@ -183,24 +183,24 @@ def corners(candidates: Iterable[tuple[Poly, Label]]) -> list[tuple[Poly, Label]
 
 def _between(a: Poly, b: Poly, c: Poly) -> bool:
     """Whether `b <= share*a + (1 - share)*c` term by term for some share from 0 to 1."""
-    first, middle, last = _whole(a, b, c)
+    first, middle, last = _integer_terms(a, b, c)
     m = next((m for m in {**first, **last} if first.get(m, 0) != last.get(m, 0)), None)
     if m is None:
         return middle == first
-    above, below = middle.get(m, 0) - last.get(m, 0), first.get(m, 0) - last.get(m, 0)
-    if below < 0:
-        above, below = -above, -below
-    if not 0 <= above <= below:
+    numerator, divisor = middle.get(m, 0) - last.get(m, 0), first.get(m, 0) - last.get(m, 0)
+    if divisor < 0:
+        numerator, divisor = -numerator, -divisor
+    if not 0 <= numerator <= divisor:
         return False
     for k in {**first, **middle, **last}:
-        left = above * first.get(k, 0) + (below - above) * last.get(k, 0) - below * middle.get(k, 0)
+        difference = numerator * first.get(k, 0) + (divisor - numerator) * last.get(k, 0) - divisor * middle.get(k, 0)
         # an atom such as a ceiling can have any value: its coefficients have to be equal
-        if left < 0 or (left and any(name[0] == "~" for name, _ in k)):
+        if difference < 0 or (difference and any(name[0] == "~" for name, _ in k)):
             return False
     return True
 
 
-def _whole(*ps: Poly) -> Iterator[Mapping[Monomial, Rational]]:
+def _integer_terms(*ps: Poly) -> Iterator[Mapping[Monomial, Rational]]:
     """Yield the terms of polynomials scaled by a common factor to integers, since fractions are much slower."""
     scale = lcm(*(c.denominator for p in ps for c in p.terms.values()))
     for p in ps:
@@ -252,12 +252,12 @@ def copies_needed(loop: Loop) -> int:
     if not _leaves_storages(loop):
         return 3 + 2 * len(_handed_on(loop))
     # stacked residuals change from one iteration to the next: unroll two in the middle, at either end
-    most = 4 + 2 * max(len(_handed_on(other)) for other in _leaving(loop))
+    copies = 4 + 2 * max(len(_handed_on(inner)) for inner in _leaving(loop))
     # a loop bounded by the index of an outer loop needs its iterations within those after the middle
     root = loop.op.graph.root
     if "until" not in root.cache:
-        root.cache["until"] = any(other.until for other in loops(root))
-    return most + 2 * int(root.cache["until"])
+        root.cache["until"] = any(inner.until for inner in loops(root))
+    return copies + 2 * int(root.cache["until"])
 
 
 def _leaves_storages(loop: Loop) -> bool:
@@ -269,9 +269,9 @@ def _leaving(loop: Loop) -> list[Loop]:
     """List the loops with per-iteration storages: all of them unroll the same number of iterations."""
     root = loop.op.graph.root
     if "leaving" not in root.cache:
-        root.cache["leaving"] = [other for other in loops(root) if _leaves_storages(other)]
-    found: list[Loop] = root.cache["leaving"]
-    return found
+        root.cache["leaving"] = [inner for inner in loops(root) if _leaves_storages(inner)]
+    leaving: list[Loop] = root.cache["leaving"]
+    return leaving
 
 
 def period(loop: Loop) -> int:
@@ -282,10 +282,10 @@ def period(loop: Loop) -> int:
 def _period(loop: Loop) -> int:
     moves, out = _handed_on(loop), 1
     for start in moves:
-        at, length = moves[start], 1
-        while at in moves and at != start and length <= len(moves):
-            at, length = moves[at], length + 1
-        out = lcm(out, length) if at == start else out
+        position, length = moves[start], 1
+        while position in moves and position != start and length <= len(moves):
+            position, length = moves[position], length + 1
+        out = lcm(out, length) if position == start else out
     return out
 
 
@@ -299,7 +299,7 @@ class _Player(LoopExecutor[tuple[str, ...]]):
         self.program = Program()
         self.passes: list[int] = []
         """first steps of the micro-batches of a pipeline stage"""
-        self.rests: list[UnplayedIterations] = []
+        self.unplayed: list[UnplayedIterations] = []
         """for each enclosing loop, the storages of iterations that are not unrolled"""
 
     def key(self, t: Tensor) -> Storage:
@@ -309,8 +309,8 @@ class _Player(LoopExecutor[tuple[str, ...]]):
         """Add storages that live throughout; inside a loop body, for all iterations at once."""
         for t in graph.tensors:
             if t.producer is None and t.role != "formal":
-                many = times * numel(t.sizes[: t.storage.pieces])
-                life = env[t.storage] = LiveRange(t.name, t.role, t.storage.bytes * times, None, None, many)
+                pieces = times * numel(t.sizes[: t.storage.pieces])
+                life = env[t.storage] = LiveRange(t.name, t.role, t.storage.bytes * times, None, None, pieces)
                 life.host = t.storage.host
                 self.program.lives.append(life)
         for op in graph.ops:
@@ -330,9 +330,9 @@ class _Player(LoopExecutor[tuple[str, ...]]):
 
     def birth(self, t: Tensor, place: tuple[str, ...], phase: str) -> LiveRange:
         role, now = "activation" if phase == "forward" else "temporary", len(self.program.steps)
-        many = numel(t.sizes[: t.storage.pieces])
-        made = (t.storage, *place)
-        life = LiveRange(t.name + "".join(place), role, t.storage.bytes, now, now, many, made, t.storage.host)
+        pieces = numel(t.sizes[: t.storage.pieces])
+        identity = (t.storage, *place)
+        life = LiveRange(t.name + "".join(place), role, t.storage.bytes, now, now, pieces, identity, t.storage.host)
         self.program.lives.append(life)
         return life
 
@@ -343,29 +343,33 @@ class _Player(LoopExecutor[tuple[str, ...]]):
                 life.dies = max(life.dies, now)
 
     def loop(self, loop: Loop, env: Env, place: tuple[str, ...]) -> None:
-        self.rests.append(UnplayedIterations(len(self.program.steps), len(place)))
+        self.unplayed.append(UnplayedIterations(len(self.program.steps), len(place)))
         super().loop(loop, env, place)
-        self.program.lives += self.rests.pop().lives.values()
+        self.program.lives += self.unplayed.pop().lives.values()
 
     def turns(self, loop: Loop, xs: Sequence[Held]) -> Iterator[PlayedIteration]:
-        rest = self.rests[-1]
+        unplayed = self.unplayed[-1]
         count, times = loop.count.bind(self.values), self.copies(loop)
         if loop.until:
             count, times = self.before(loop)
         middle = times - times // 2 if loop.reverse else times // 2
-        rest.count, rest.middle, rest.read = count - times, middle - 1, xs
+        unplayed.count, unplayed.middle, unplayed.read = count - times, middle - 1, xs
         for i in range(times):
             if i == middle:
-                rest.turn = len(self.program.steps)
-                for life in (life for held in xs if isinstance(held, LoopStorages) for life in held.rest):
-                    self.touch(life, rest.turn - 1)  # iterations that are not unrolled read their slices
+                unplayed.turn = len(self.program.steps)
+                for life in (life for family in xs if isinstance(family, LoopStorages) for life in family.unplayed):
+                    self.touch(life, unplayed.turn - 1)  # iterations that are not unrolled read their slices
             yield PlayedIteration(times - 1 - i if loop.reverse else i, times, count)
 
     def before(self, loop: Loop) -> tuple[Poly, int]:
         """Return how many iterations of the enclosing loop precede the current one, and how many to unroll."""
         around = self.around[-1]
-        at, times, count = around.at, around.times, around.count
-        index = as_poly(at) if count.constant == times or at < times // 2 else count - (times - at)
+        index_played, times, count = around.at, around.times, around.count
+        index = (
+            as_poly(index_played)
+            if count.constant == times or index_played < times // 2
+            else count - (times - index_played)
+        )
         needed = copies_needed(loop)
         return index, needed if index.constant is None else min(int(index.constant), needed)
 
@@ -395,48 +399,52 @@ class _Player(LoopExecutor[tuple[str, ...]]):
         at a time.
         """
         if waiting.schedule == FORWARD:  # each batch has its own caches
-            many = cached(graph) * (waiting.micro_batches - 1)
-            self.program.lives.append(LiveRange("other batches", "cache", many, 0, len(self.program.steps) - 1))
+            bytes_ = cached(graph) * (waiting.micro_batches - 1)
+            self.program.lives.append(LiveRange("other batches", "cache", bytes_, 0, len(self.program.steps) - 1))
             return
         loop = next((op.loop for op in graph.ops if op.loop is not None and is_pass(op.loop.body)), None)
         if loop is None:
             return
-        ready, of_weights = left(loop.body), left_for_weights(loop.body)
+        ready, of_weights = saved_by_pass(loop.body), saved_for_weights(loop.body)
         each = [p for pair in zip(ready, of_weights, strict=True) for p in pair]
         each[:2] = (p / waiting.groups for p in each[:2])
         steps, loops = self.program.steps, {*loop.body.ops}
         lasts = {op for op in loop.body.ops if isinstance(op.kind, KeepAlive)}  # saved tensors may live until these
-        once = handed_back(loop.body) / waiting.groups
-        twice = once * (waiting.groups - 1)
+        group_grads = deferred_grad_bytes(loop.body) / waiting.groups
+        other_grads = group_grads * (waiting.groups - 1)
         handing = {op for op in loop.body.ops if op.phase != "forward" and op.loop is not None and op.loop.pieces}
         end = max(i for i, step in enumerate(steps) if step.op.phase != "optimizer")
-        handed = PipelineBuffers(loop, waiting) if waiting.handed else None
-        if handed is not None:
-            self.program.lives.append(LiveRange("received", "buffer", handed.buffers, None, None))
+        buffers = PipelineBuffers(loop, waiting) if waiting.handed else None
+        if buffers is not None:
+            self.program.lives.append(LiveRange("received", "buffer", buffers.buffers, None, None))
         for i, (start, stop) in enumerate(pairwise((*self.passes, end + 1))):
             times = waiting.later if i else waiting.first
             turn = next((k for k in range(start, stop) if steps[k].op.phase != "forward"), stop)
             # a pass that computes all gradients at once leaves nothing for separate weight gradients
-            at_once = any(held[6] for held in times)
-            for begin, last, less in ((start, turn, ZERO), (turn, stop, once)) if at_once else ((start, stop, ZERO),):
-                found = [total(map(mul, held, each)) - held[6] * less for held in times]
-                if handed is not None:
-                    found = [n + handed.beside(held, later=bool(i)) for n, held in zip(found, times, strict=True)]
-                many = found[0] if len(found) == 1 else poly(extremum([(p, Owner()) for p in found]))
-                self.program.lives.append(LiveRange("waiting", "activation", many, begin, last - 1))
-            inside = (k for k in range(start, stop) if steps[k].op.graph.owner in loops or steps[k].op in lasts)
-            behind = max(inside, default=stop)
+            frees_grads = any(saved[6] for saved in times)
+            for begin, last, freed in (
+                ((start, turn, ZERO), (turn, stop, group_grads)) if frees_grads else ((start, stop, ZERO),)
+            ):
+                amounts = [total(map(mul, saved, each)) - saved[6] * freed for saved in times]
+                if buffers is not None:
+                    amounts = [
+                        n + buffers.extra_bytes(saved, later=bool(i)) for n, saved in zip(amounts, times, strict=True)
+                    ]
+                bytes_ = amounts[0] if len(amounts) == 1 else poly(extremum([(p, Owner()) for p in amounts]))
+                self.program.lives.append(LiveRange("waiting", "activation", bytes_, begin, last - 1))
+            within = (k for k in range(start, stop) if steps[k].op.graph.owner in loops or steps[k].op in lasts)
+            behind = max(within, default=stop)
             if waiting.groups != ONE and behind + 1 < stop:
-                again = each[0] * (waiting.groups - 1)
-                self.program.lives.append(LiveRange("other groups", "activation", again, behind + 1, stop - 1))
-            if waiting.groups != ONE and twice:
+                refilled = each[0] * (waiting.groups - 1)
+                self.program.lives.append(LiveRange("other groups", "activation", refilled, behind + 1, stop - 1))
+            if waiting.groups != ONE and other_grads:
                 hands = [k for k in range(start, stop) if steps[k].op.graph.owner in handing]
                 first = steps[hands[0]].where.removeprefix(steps[hands[0]].op.name)
                 begin = next((k for k in hands if not steps[k].where.endswith(first)), hands[-1])
-                self.program.lives.append(LiveRange("other groups", "temporary", -twice, begin, behind))
+                self.program.lives.append(LiveRange("other groups", "temporary", -other_grads, begin, behind))
 
     def collected(self, loop: Loop, rows: Sequence[Held]) -> Held:
-        return self.rests[-1].family(rows, reverse=loop.reverse)
+        return self.unplayed[-1].family(rows, reverse=loop.reverse)
 
 
 def _iteration(turn: PlayedIteration) -> str:
@@ -464,10 +472,10 @@ def play(
     waiting = waiting or graph.waiting
     if waiting is not None:
         player.hold(graph, waiting)
-    for role, kept in (("output", graph.outputs), ("gradient", graph.gradients.values())):
-        for t in kept:
-            held = env[t.storage]
-            for life in held.every() if held is not None else ():
+    for role, results in (("output", graph.outputs), ("gradient", graph.gradients.values())):
+        for t in results:
+            storage_lives = env[t.storage]
+            for life in storage_lives.every() if storage_lives is not None else ():
                 if life.born is not None:
                     life.role, life.dies = role, None
     program = player.program
@@ -514,24 +522,26 @@ class Instant(NamedTuple):
 
     def roles(self) -> tuple[tuple[str, Poly], ...]:
         """Return the live bytes by storage role."""
-        found: dict[str, list[Poly]] = {}
+        by_role: dict[str, list[Poly]] = {}
         for life in self.program.lives:
             if (life.born is None or life.born <= self.at) and (life.dies is None or life.dies >= self.at):
-                found.setdefault(life.role, []).append(life.bytes)
+                by_role.setdefault(life.role, []).append(life.bytes)
         if self.at >= 0 and self.program.steps[self.at].workspace:
-            found.setdefault("workspace", []).append(self.program.steps[self.at].workspace)
-        return tuple((role, total(parts)) for role, parts in found.items())
+            by_role.setdefault("workspace", []).append(self.program.steps[self.at].workspace)
+        return tuple((role, total(amounts)) for role, amounts in by_role.items())
 
 
 def label(op: Op) -> str:
     """Describe an op for readers: scope, operation, parameter or gradient, and phase."""
-    made = {t.storage for t in op.results}
-    own = next((t.name for t, grad in op.graph.root.gradients.items() if grad.storage in made), None)
-    read = next((t.name for t in op.operands if t.role == "param" and not t.name.startswith(f"{op.scope}/")), None)
-    about = f" for the gradient of {own}" if own else f" with {read}" if read else ""
-    place, _, last = op.name.rpartition("/")
-    place = place if op.scope in ("", op.name) else op.scope  # a kernel is its own scope
-    return f"{place}: {re.sub(r'_[0-9]+$', '', last)}{about} ({op.phase})".removeprefix(": ")
+    produced = {t.storage for t in op.results}
+    param = next((t.name for t, grad in op.graph.root.gradients.items() if grad.storage in produced), None)
+    read_param = next(
+        (t.name for t in op.operands if t.role == "param" and not t.name.startswith(f"{op.scope}/")), None
+    )
+    about = f" for the gradient of {param}" if param else f" with {read_param}" if read_param else ""
+    scope, _, last = op.name.rpartition("/")
+    scope = scope if op.scope in ("", op.name) else op.scope  # a kernel is its own scope
+    return f"{scope}: {re.sub(r'_[0-9]+$', '', last)}{about} ({op.phase})".removeprefix(": ")
 
 
 def live_bytes(program: Program) -> Iterator[tuple[int, Poly]]:
@@ -551,8 +561,8 @@ def live_bytes(program: Program) -> Iterator[tuple[int, Poly]]:
         for p in births.get(now, ()):
             _accumulate(live, p, 1)
         if now in births or now == 0 or step.workspace:
-            at = Poly(dict(live))
-            yield now, at + step.workspace if step.workspace else at
+            amount = Poly(dict(live))
+            yield now, amount + step.workspace if step.workspace else amount
         for p in deaths.get(now, ()):
             _accumulate(live, p, -1)
 
@@ -586,65 +596,65 @@ def live_cases(graph: Graph, values: Mapping[str, Poly], view: View = None) -> l
         if view is not None:
             programs = [view(graph, program) for program in programs]
         # a generator, since most candidates are equal and only the first of equal ones is kept
-        candidates = ((p, Instant(program, at)) for program in programs for at, p in live_bytes(program))
-        kept = prune(corners(candidates), Bindings(graph).validity.known)
-        graph.cache[key] = [(p, instant.owner()) for p, instant in kept]
+        candidates = ((p, Instant(program, step)) for program in programs for step, p in live_bytes(program))
+        undominated = prune(corners(candidates), Bindings(graph).validity.known)
+        graph.cache[key] = [(p, instant.owner()) for p, instant in undominated]
     out: list[tuple[Poly, Owner]] = graph.cache[key]
     return out
 
 
 def closed(graph: Graph, values: Bindings, view: View = None) -> tuple[Validity, ...]:
     """Return the conditions under which closed forms for live bytes hold, where trip counts are open."""
-    sure = {name: count for name, count in _sure(graph, values).items() if count > 1}
-    more = _of_several(graph, values, view)
-    asked = values.validity.conditions
-    if more:
-        asked = Conditions(asked.relations, (*asked.declared, *more))
+    sure = {name: count for name, count in _sufficient_counts(graph, values).items() if count > 1}
+    conditions = _of_several(graph, values, view)
+    all_conditions = values.validity.conditions
+    if conditions:
+        all_conditions = Conditions(all_conditions.relations, (*all_conditions.declared, *conditions))
     if not sure:
-        return (replace(values.validity, conditions=asked),) if more else values.held
+        return (replace(values.validity, conditions=all_conditions),) if conditions else values.held
     key = ("closed", view, values.validity.values)
 
     def holds(chosen: dict[str, int]) -> bool:
         # the graph may have changed since
-        return graph.cache.get(key) is counts and _same(graph, values, chosen, view)
+        return graph.cache.get(key) is counts and _has_same_result(graph, values, chosen, view)
 
     counts: LoopCounts = graph.cache.setdefault(key, LoopCounts(sure, holds))
-    return (replace(values.validity, conditions=asked, counts=counts),)
+    return (replace(values.validity, conditions=all_conditions, counts=counts),)
 
 
 def _of_several(graph: Graph, values: Mapping[str, Poly], view: View) -> tuple[Condition, ...]:
     """Return the trip counts from which a form holds if they are not in one symbol, such as L/P layers per stage."""
     key = ("several", view, tuple(sorted((k, p) for k, p in values.items())))
     if key not in graph.cache:
-        found: dict[Poly, int] = {}
+        counts: dict[Poly, int] = {}
         for loop in loops(graph):
             count = loop.count.bind(values)
             names = sorted(count.names())
             if len(names) > 1 or (names and not (count * poly(symbol(*names))).names()):
-                found[count] = max(found.get(count, 1), copies_needed(loop))
-        least = {count: _least_of(graph, values, view, count, most) for count, most in found.items()}
+                counts[count] = max(counts.get(count, 1), copies_needed(loop))
+        smallest = {count: _smallest_count(graph, values, view, count, copies) for count, copies in counts.items()}
         graph.cache[key] = tuple(
             Condition(
-                count - (n - 1), f"iterations of a loop, which the formula holds for from {n} on,", 1, True,
+                count - (n - 1), f"number of loop iterations beyond {n - 1} (the formula holds from {n})", 1, True,
                 frozenset(count.names()),
             )
-            for count, n in least.items() if n > 1
+            for count, n in smallest.items() if n > 1
         )  # fmt: skip
     out: tuple[Condition, ...] = graph.cache[key]
     return out
 
 
-def _least_of(graph: Graph, values: Mapping[str, Poly], view: View, count: Poly, most: int) -> int:
+def _smallest_count(graph: Graph, values: Mapping[str, Poly], view: View, count: Poly, copies: int) -> int:
     """Return the smallest trip count for which a form holds, tested at sizes that give this count."""
     for name in sorted(count.names()):
         one = poly(symbol(name))
-        for rest, up in ((count / one, True), (count * one, False)):
-            if name in rest.names():
+        for factor, up in ((count / one, True), (count * one, False)):
+            if name in factor.names():
                 continue
-            for k in range(most - 1, 0, -1):
-                size = poly(k) / rest if up else rest / k
+            for k in range(copies - 1, 0, -1):
+                size = poly(k) / factor if up else factor / k
                 # only integer sizes can occur
-                if (size.names() or size.is_size) and not _same(graph, values, {name: size}, view):
+                if (size.names() or size.is_size) and not _has_same_result(graph, values, {name: size}, view):
                     return k + 1
             return 1
     return 1
@@ -661,12 +671,12 @@ def _open_counts(graph: Graph, values: Mapping[str, Poly]) -> dict[str, list[tup
     return out
 
 
-def _sure(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
+def _sufficient_counts(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
     """Return for each trip-count symbol a value at which all iterations that can differ exist."""
     out = {}
-    for name, found in sorted(_open_counts(graph, values).items()):
+    for name, open_loops in sorted(_open_counts(graph, values).items()):
         value = 1
-        while any((p.bind({name: as_poly(value)}).constant or 0) < copies_needed(loop) for p, loop in found):
+        while any((p.bind({name: as_poly(value)}).constant or 0) < copies_needed(loop) for p, loop in open_loops):
             value += 1
         out[name] = value
     return out
@@ -679,22 +689,28 @@ def holds_from(graph: Graph, values: Mapping[str, Poly], view: View = None) -> d
     by one, with the others open or at their smallest valid value. Counts in several symbols, such as L/P, become
     conditions of the formulas instead.
     """
-    least: dict[str, int] = {}
-    for name, value in _sure(graph, values).items():
-        tried = [dict(zip(least, picked, strict=True)) for picked in product(*((None, k) for k in least.values()))]
-        while value > 1 and all(_same(graph, values, {**others, name: value - 1}, view) for others in tried):
+    smallest: dict[str, int] = {}
+    for name, value in _sufficient_counts(graph, values).items():
+        tried = [
+            dict(zip(smallest, picked, strict=True)) for picked in product(*((None, k) for k in smallest.values()))
+        ]
+        while value > 1 and all(_has_same_result(graph, values, {**others, name: value - 1}, view) for others in tried):
             value -= 1
-        least[name] = value
-    return least
+        smallest[name] = value
+    return smallest
 
 
-def _same(graph: Graph, values: Mapping[str, Poly], chosen: Mapping[str, int | Poly | None], view: View) -> bool:
+def _has_same_result(
+    graph: Graph, values: Mapping[str, Poly], chosen: Mapping[str, int | Poly | None], view: View
+) -> bool:
     """Whether the formula with trip counts substituted equals the result with loops of that length."""
     bound = {**values, **{name: poly(k) for name, k in chosen.items() if k is not None}}
-    known = Bindings(graph, bound).validity.known
-    formula, played = (dict.fromkeys(p.bind(bound) for p, _ in live_cases(graph, at, view)) for at in (values, bound))
+    relations = Bindings(graph, bound).validity.known
+    formula, played = (
+        dict.fromkeys(p.bind(bound) for p, _ in live_cases(graph, sizes, view)) for sizes in (values, bound)
+    )
     # most occur in both, which settles them
     return all(
-        reached_by([p for p in ps if p not in others], others, known)
+        reached_by([p for p in ps if p not in others], others, relations)
         for ps, others in ((formula, played), (played, formula))
     )

@@ -73,7 +73,7 @@ class Lifetimes(Table, list[Lifetime]):
         """The storages."""
         return tuple(self)
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"graph {shorten(self.graph)}: {len(self)} storages"
 
     def _columns(self) -> Sequence[Column]:
@@ -219,11 +219,11 @@ def peak_memory(
     if isinstance(allocator, bool):
         allocator = ALLOCATORS[allocator]
     need_choice("peak_memory: allocator", allocator, ALLOCATORS)
-    given = within if isinstance(within, Mapping) else {}
+    range_names = within if isinstance(within, Mapping) else {}
     view = on_device("peak_memory", device, arch, side)
-    stages = of_stages(graph, dims, [name for name in given if name not in dims])
+    stages = of_stages(graph, dims, [name for name in range_names if name not in dims])
     if allocator != "exact":
-        return max(_handed_out(_played(g, copies_for(values), values, view), values) for g, values in stages)
+        return max(_allocated_peak(_played(g, copies_for(values), values, view), values) for g, values in stages)
     cases = [case for g, values in stages for case in _bound_regimes(g, values, view)]
     peak = answer(extremum(cases), tuple(v for g, values in stages for v in closed(g, values, view)))
     return peak if within is None else answer(narrowed(as_expr(peak), ranges(within, peak, "peak_memory"))[0])
@@ -234,7 +234,7 @@ def _played(graph: Graph, copies: Copies, values: Mapping[str, Poly], view: View
     return program if view is None else view(graph, program)
 
 
-def _handed_out(program: Program, values: Mapping[str, Poly]) -> int:
+def _allocated_peak(program: Program, values: Mapping[str, Poly]) -> int:
     """Return the peak allocated bytes with torch's caching allocator."""
     allocator, blocks = CachingAllocator(), {}
     born, dies = (defaultdict[int, list[int]](list) for _ in range(2))
@@ -243,8 +243,8 @@ def _handed_out(program: Program, values: Mapping[str, Poly]) -> int:
         if life.dies is not None:
             dies[life.dies].append(i)
 
-    def parts(bytes_: Poly, many: Poly = ONE) -> list[int]:
-        amount, count = (answer(p.bind(values)) for p in (bytes_, many))
+    def parts(bytes_: Poly, count_formula: Poly = ONE) -> list[int]:
+        amount, count = (answer(p.bind(values)) for p in (bytes_, count_formula))
         need_bound([amount, count], "peak in blocks of an allocator")
         return [-(-Fraction(amount) // int(count))] * int(count) if amount else []
 
@@ -263,16 +263,16 @@ def _handed_out(program: Program, values: Mapping[str, Poly]) -> int:
 
 def peak_cases(graph: Graph, values: Bindings, view: View = None) -> tuple[Regime, ...]:
     """Return the cases of the peak with the op and phase of each, even if there is only one."""
-    found, held = _bound_regimes(graph, values, view), closed(graph, values, view)
-    return tuple(regime(p.expr, owner, held) for p, owner in found)
+    cases, validity = _bound_regimes(graph, values, view), closed(graph, values, view)
+    return tuple(regime(p.expr, owner, validity) for p, owner in cases)
 
 
 def _bound_regimes(graph: Graph, values: Bindings, view: View) -> list[tuple[Poly, Owner]]:
-    found = [(p.bind(values), owner) for p, owner in live_cases(graph, values, view)]
-    if all(p.constant is not None for p, _ in found):
-        found = [max(found, key=lambda item: item[0].constant or 0)]
-    kept = prune(found, values.validity.known) if values else found
-    return [(p, owner.bound(values)) for p, owner in kept]
+    cases = [(p.bind(values), owner) for p, owner in live_cases(graph, values, view)]
+    if all(p.constant is not None for p, _ in cases):
+        cases = [max(cases, key=lambda item: item[0].constant or 0)]
+    undominated = prune(cases, values.validity.known) if values else cases
+    return [(p, owner.bound(values)) for p, owner in undominated]
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ class Timeline(Table):
         """The moments."""
         return self.moments
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"graph {shorten(self.graph)}: {len(self.moments)} moments"
 
     def _columns(self) -> Sequence[Column]:
@@ -410,66 +410,71 @@ def timeline(
     need_graph("timeline", graph)
     view = on_device("timeline", device, arch, side)
     values = bindings(graph, dims)
-    whole = _played_out(graph, values) <= _MOST_STEPS
-    copies = (lambda loop: int(loop.count.bind(values).constant or 0)) if whole else copies_for(values)
+    unrolled = _played_out(graph, values) <= _MOST_STEPS
+    copies = (lambda loop: int(loop.count.bind(values).constant or 0)) if unrolled else copies_for(values)
     program = _played(graph, copies, values, view)
     for life in program.lives:  # once, rather than at each step of the live range
         life.bytes = life.bytes.bind(values)
-    live = [(at, p.bind(values)) for at, p in live_bytes(program)]
-    held = values.held if whole else closed(graph, values, view)
-    spaces = _workspaces(program, values, held)
+    live = [(now, p.bind(values)) for now, p in live_bytes(program)]
+    validity = values.held if unrolled else closed(graph, values, view)
+    spaces = _workspaces(program, values, validity)
     moments = tuple(
-        Moment(program.steps[at].where, program.steps[at].op.phase, answer(p, held))
-        if at >= 0
-        else Moment("", "forward", answer(p, held))
-        for at, p in live
+        Moment(program.steps[now].where, program.steps[now].op.phase, answer(p, validity))
+        if now >= 0
+        else Moment("", "forward", answer(p, validity))
+        for now, p in live
     )
     if all(p.constant is not None for _, p in live):
-        at, most = max(live, key=lambda item: item[1].constant or 0)
+        now, peak_bytes = max(live, key=lambda item: item[1].constant or 0)
         roles: dict[str, list[Poly]] = {}
         for life in program.lives:
-            if (life.born is None or life.born <= at) and (life.dies is None or life.dies >= at):
+            if (life.born is None or life.born <= now) and (life.dies is None or life.dies >= now):
                 roles.setdefault(life.role, []).append(life.bytes.bind(values))
-        if at >= 0 and program.steps[at].workspace:
-            roles.setdefault("workspace", []).append(program.steps[at].workspace.bind(values))
-        by_role = {role: answer(total(parts)) for role, parts in roles.items()}
-        owner = program.steps[at].where if at >= 0 else None, program.steps[at].op.phase if at >= 0 else None
+        if now >= 0 and program.steps[now].workspace:
+            roles.setdefault("workspace", []).append(program.steps[now].workspace.bind(values))
+        by_role = {role: answer(total(amounts)) for role, amounts in roles.items()}
+        owner = program.steps[now].where if now >= 0 else None, program.steps[now].op.phase if now >= 0 else None
         return Timeline(
-            answer(most), moments, {} if whole else holds_from(graph, values, view), by_role,
-            (Regime(most.expr, *owner),), _roles_over(program, values, [at for at, _ in live]), graph.name, spaces,
+            answer(peak_bytes), moments, {} if unrolled else holds_from(graph, values, view), by_role,
+            (Regime(peak_bytes.expr, *owner),), _roles_over(program, values, [now for now, _ in live]), graph.name,
+            spaces,
         )  # fmt: skip
-    peak = answer(extremum(_bound_regimes(graph, values, view)), held)
+    peak = answer(extremum(_bound_regimes(graph, values, view)), validity)
     from_, cases = holds_from(graph, values, view), peak_cases(graph, values, view)
     return Timeline(peak, moments, from_, None, cases, graph=graph.name, workspaces=spaces)
 
 
-def _workspaces(program: Program, values: Mapping[str, Poly], held: Sequence[Validity]) -> dict[str, Formula]:
-    own = {life.name: life.bytes for life in program.lives if life.role == "workspace"}
-    own |= {step.where: step.workspace for step in program.steps if step.workspace}
-    return {name: answer(p.bind(values), held) for name, p in own.items()}
+def _workspaces(program: Program, values: Mapping[str, Poly], validity: Sequence[Validity]) -> dict[str, Formula]:
+    amounts = {life.name: life.bytes for life in program.lives if life.role == "workspace"}
+    amounts |= {step.where: step.workspace for step in program.steps if step.workspace}
+    return {name: answer(p.bind(values), validity) for name, p in amounts.items()}
 
 
-def _roles_over(program: Program, values: Mapping[str, Poly], at: Sequence[int]) -> dict[str, tuple[int | float, ...]]:
+def _roles_over(
+    program: Program, values: Mapping[str, Poly], steps: Sequence[int]
+) -> dict[str, tuple[int | float, ...]]:
     """Return the bytes per role at the given steps, with all sizes bound."""
     changes: dict[str, dict[int, Rational]] = {}
     for life in program.lives:
-        own, amount = changes.setdefault(life.role, {}), life.bytes.bind(values).constant or 0
+        deltas, amount = changes.setdefault(life.role, {}), life.bytes.bind(values).constant or 0
         born = -1 if life.born is None else life.born
-        own[born] = own.get(born, 0) + amount
+        deltas[born] = deltas.get(born, 0) + amount
         if life.dies is not None:
-            own[life.dies + 1] = own.get(life.dies + 1, 0) - amount
+            deltas[life.dies + 1] = deltas.get(life.dies + 1, 0) - amount
     needs = {i: step.workspace.bind(values).constant or 0 for i, step in enumerate(program.steps) if step.workspace}
     out: dict[str, tuple[int | float, ...]] = {}
-    for role, own in changes.items():
-        live, due, amounts = Fraction(0), sorted(own, reverse=True), []
-        for now in at:
+    for role, deltas in changes.items():
+        live, due, amounts = Fraction(0), sorted(deltas, reverse=True), []
+        for now in steps:
             while due and due[-1] <= now:
-                live += own[due.pop()]
+                live += deltas[due.pop()]
             amounts.append(number(live))
         out[role] = tuple(amounts)
     if needs:
-        kept = out.get("workspace", (0,) * len(at))
-        out["workspace"] = tuple(more + number(Fraction(needs.get(now, 0))) for now, more in zip(at, kept, strict=True))
+        buffers = out.get("workspace", (0,) * len(steps))
+        out["workspace"] = tuple(
+            amount_kept + number(Fraction(needs.get(now, 0))) for now, amount_kept in zip(steps, buffers, strict=True)
+        )
     return out
 
 
@@ -491,22 +496,24 @@ class PointValues:
 
     def __call__(self, p: Poly) -> Any:
         """Return the values of a formula, a scalar if it is constant."""
-        found = self._found.get(p)
-        if found is None:
+        value = self._found.get(p)
+        if value is None:
             with np.errstate(all="ignore"):
                 each = [self._monomial(m) if c == 1 else float(c) * self._monomial(m) for m, c in p.terms.items()]
-                found = self._found[p] = sum(each[1:], each[0]) if each else np.float64(0)
-        return found
+                value = self._found[p] = sum(each[1:], each[0]) if each else np.float64(0)
+        return value
 
     def _monomial(self, m: Monomial) -> Any:
-        found = self._monomials.get(m)
-        if found is None:
-            above, below = np.float64(1), np.float64(1)
+        value = self._monomials.get(m)
+        if value is None:
+            numerator, denominator = np.float64(1), np.float64(1)
             for key, e in m:  # divide once: exact for integers that divide
                 factor = self._generator(key) ** abs(e)
-                above, below = (above * factor, below) if e > 0 else (above, below * factor)
-            found = self._monomials[m] = above / below
-        return found
+                numerator, denominator = (
+                    (numerator * factor, denominator) if e > 0 else (numerator, denominator * factor)
+                )
+            value = self._monomials[m] = numerator / denominator
+        return value
 
     def _generator(self, key: str) -> Any:
         if key not in self._generators:
@@ -514,10 +521,10 @@ class PointValues:
         return self._generators[key]
 
 
-def refused(held: Iterable[Validity], sizes: Mapping[str, Array]) -> Any:
+def refused(conditions: Iterable[Validity], sizes: Mapping[str, Array]) -> Any:
     """Return a mask of points that violate the conditions of a formula, or False if there are none."""
-    found = outside([asked for validity in held for asked in validity.tests()], sizes)
-    return False if found is None else found
+    mask = outside([requirement for validity in conditions for requirement in validity.tests()], sizes)
+    return False if mask is None else mask
 
 
 @collection_paused()
@@ -533,29 +540,31 @@ def peaks(
     pipeline stages, by default those of the graph; `programs` caches unrolled programs.
     """
     out = np.zeros(np.broadcast_shapes(*(np.shape(n) for n in sizes.values())))
-    for at, program in _programs(graph, sizes, out.size, waiting, {} if programs is None else programs):
-        out[at] = _most(program, PointValues({name: n if np.ndim(n) == 0 else n[at] for name, n in sizes.items()}))
+    for mask, program in _programs(graph, sizes, out.size, waiting, {} if programs is None else programs):
+        out[mask] = _most(program, PointValues({name: n if np.ndim(n) == 0 else n[mask] for name, n in sizes.items()}))
     return out
 
 
 def _programs(
-    graph: Graph, sizes: Mapping[str, Array], many: int, waiting: InFlightMicroBatches | None, programs: Programs
+    graph: Graph, sizes: Mapping[str, Array], n_points: int, waiting: InFlightMicroBatches | None, programs: Programs
 ) -> Iterator[tuple[Array, Program]]:
     """Yield programs with a mask of the points that each applies to."""
     every = list(loops(graph))
     names = sorted({name for loop in every for name in loop.count.names()})
-    columns = np.array([np.broadcast_to(sizes[name], many) for name in names], dtype=np.int64).reshape(len(names), many)
-    counts, place = np.unique(columns, axis=1, return_inverse=True)
-    same: dict[tuple[object, ...], list[int]] = {}
+    columns = np.array([np.broadcast_to(sizes[name], n_points) for name in names], dtype=np.int64).reshape(
+        len(names), n_points
+    )
+    counts, inverse = np.unique(columns, axis=1, return_inverse=True)
+    groups: dict[tuple[object, ...], list[int]] = {}
     until = any(loop.until for loop in every)  # the iteration index bounds these loops
-    for i, found in enumerate(counts.T.tolist()):
-        copies = copies_for({name: as_poly(n) for name, n in zip(names, found, strict=True)})
-        same.setdefault((*map(copies, every), *(found if until else ())), []).append(i)
-    for key, like in same.items():
+    for i, point in enumerate(counts.T.tolist()):
+        copies = copies_for({name: as_poly(n) for name, n in zip(names, point, strict=True)})
+        groups.setdefault((*map(copies, every), *(point if until else ())), []).append(i)
+    for key, like in groups.items():
         if key not in programs:
-            known = {name: as_poly(int(n)) for name, n in zip(names, counts[:, like[0]], strict=True)}
-            programs[key] = play(graph, copies_for(known), known if until else {}, waiting)
-        yield np.isin(place.reshape(-1), like), programs[key]
+            values = {name: as_poly(int(n)) for name, n in zip(names, counts[:, like[0]], strict=True)}
+            programs[key] = play(graph, copies_for(values), values if until else {}, waiting)
+        yield np.isin(inverse.reshape(-1), like), programs[key]
 
 
 def _most(program: Program, value: PointValues) -> Any:

@@ -27,23 +27,25 @@ __all__ = ["cache_bytes", "cached", "param_bytes", "param_count", "unused_params
 def _sum(graph: Graph, *, of_bytes: bool, active: bool = False) -> Poly:
     need_graph("parameters", graph)
     return total(
-        (t.storage.bytes if of_bytes else t.storage.elements) * (_met(g, t) if active else ONE) * times
+        (t.storage.bytes if of_bytes else t.storage.elements) * (_used_fraction(g, t) if active else ONE) * times
         for g, times in repeated_bodies(graph)
         for t in g.tensors
         if t.role == "param" and t.producer is None  # views do not count again
     )
 
 
-def _met(graph: Graph, t: Tensor) -> Poly:
+def _used_fraction(graph: Graph, t: Tensor) -> Poly:
     """Return the fraction of a parameter used per token: the chosen share of stacked experts, otherwise 1."""
-    parts = (_met_by(op, t) for op in graph.successors(t))
-    return next((p for p in parts if p != ONE), ONE)
+    fractions = (_fraction_used_by(op, t) for op in graph.successors(t))
+    return next((p for p in fractions if p != ONE), ONE)
 
 
-def _met_by(op: Op, t: Tensor) -> Poly:
+def _fraction_used_by(op: Op, t: Tensor) -> Poly:
     if op.body is not None:
-        inside = (_met(op.body, f) for f, outer in zip(op.body.formals, op.operands, strict=True) if outer is t)
-        return next((p for p in inside if p != ONE), ONE)
+        fractions = (
+            _used_fraction(op.body, f) for f, outer in zip(op.body.formals, op.operands, strict=True) if outer is t
+        )
+        return next((p for p in fractions if p != ONE), ONE)
     if isinstance(op.kind, GroupedMatmul) and op.operands[1] is t:
         return op.kind.chosen / t.sizes[0]
     sender = op.operands[1].producer if isinstance(op.kind, Gather) else None
@@ -52,8 +54,8 @@ def _met_by(op: Op, t: Tensor) -> Poly:
     if sender is not None and isinstance(sender.kind, Merge):
         return sender.kind.chosen / t.sizes[0]
     # a view or another format of it, or its dequantized values
-    handed_on = isinstance(op.kind, Pointwise | Rearrange | Opaque) and op.results[0].numel == t.numel
-    return _met(op.graph, op.results[0]) if handed_on else ONE
+    passes_on = isinstance(op.kind, Pointwise | Rearrange | Opaque) and op.results[0].numel == t.numel
+    return _used_fraction(op.graph, op.results[0]) if passes_on else ONE
 
 
 def unused_params(graph: Graph, /, **dims: int) -> dict[str, Formula]:
@@ -97,10 +99,10 @@ def unused_params(graph: Graph, /, **dims: int) -> dict[str, Formula]:
                     unused.setdefault(t.name, []).append(t.storage.elements * times)
                 else:
                     used |= set(scopes_of(t.name))
-    values, found = bindings(graph, dims), dict[str, list[Poly]]()
-    for name, parts in unused.items():
-        found.setdefault(next(s for s in scopes_of(name) if s not in used or s == name), []).extend(parts)
-    return {scope: bound_answer(total(parts), values) for scope, parts in found.items()}
+    values, by_scope = bindings(graph, dims), dict[str, list[Poly]]()
+    for name, counts in unused.items():
+        by_scope.setdefault(next(s for s in scopes_of(name) if s not in used or s == name), []).extend(counts)
+    return {scope: bound_answer(total(counts), values) for scope, counts in by_scope.items()}
 
 
 def param_count(graph: Graph, /, *, active: bool = False, **dims: int) -> Formula:

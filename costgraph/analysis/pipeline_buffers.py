@@ -15,7 +15,7 @@ __all__ = [
 ]
 
 
-class _Way(NamedTuple):
+class _Direction(NamedTuple):
     """Bytes sent or received in one direction: equal per group of layers, except for a group at an end of the model."""
 
     each: Poly
@@ -40,19 +40,21 @@ class PipelineBuffers:
 
     def __init__(self, passes: Loop, waiting: InFlightMicroBatches) -> None:
         self.waiting, self.count = waiting, passes.count
-        ways = [_way(passes.body, kind, back, waiting.groups) for kind in (Receive, Send) for back in (False, True)]
-        self.received, self.sent = ways[:2], ways[2:]
+        directions = [
+            _direction(passes.body, kind, back, waiting.groups) for kind in (Receive, Send) for back in (False, True)
+        ]
+        self.received, self.sent = directions[:2], directions[2:]
         if waiting.groups != ONE and not any(loop.body.ops[0].kind == Send() for loop in _loops(passes.body)):
-            self.received = [way._replace(lacking=ZERO) for way in self.received]  # receives from itself
+            self.received = [direction._replace(lacking=ZERO) for direction in self.received]  # receives from itself
         layers = [loop for loop in _loops(passes.body) if loop.op.phase == "forward"]
         self.kept = any(f.storage in {t.storage for t in loop.saved} for loop in layers for f in loop.carries)
 
     @property
     def buffers(self) -> Poly:
         """Receive buffer bytes."""
-        return self.count * total(way.of(self.waiting.groups, ONE) for way in self.received)
+        return self.count * total(direction.of(self.waiting.groups, ONE) for direction in self.received)
 
-    def beside(self, held: Held, *, later: bool) -> Poly:
+    def extra_bytes(self, held: Held, *, later: bool) -> Poly:
         """Return the bytes kept in addition to the saved tensors, minus the saved tensors that lie in receive buffers.
 
         `held` counts the in-flight micro-batches during a pass. `later` is true for the last such peak, when all
@@ -61,20 +63,20 @@ class PipelineBuffers:
         groups, schedule = self.waiting.groups, self.waiting.schedule
         waits, weights = held[0] + groups, held[1]
         first, last = (n if groups == ONE else smaller(n, waits) for n in self.waiting.ends)
-        kept = self.sent[0].of(waits + weights, last + held[5])
+        buffered = self.sent[0].of(waits + weights, last + held[5])
         if later and schedule not in ("1f1b", "gpipe"):
-            kept = self.sent[0].of(groups, ONE) * self.count
+            buffered = self.sent[0].of(groups, ONE) * self.count
         if later and schedule != "1f1b":
-            kept = kept + self.sent[1].of(groups, ONE) * self.count - self.sent[1].of(waits, first)
-        return kept - self.received[0].of(waits + weights, first + held[3]) if self.kept else kept
+            buffered = buffered + self.sent[1].of(groups, ONE) * self.count - self.sent[1].of(waits, first)
+        return buffered - self.received[0].of(waits + weights, first + held[3]) if self.kept else buffered
 
 
-def _way(body: Graph, kind: type, back: bool, groups: Poly) -> _Way:
+def _direction(body: Graph, kind: type, back: bool, groups: Poly) -> _Direction:
     """Return the bytes that `kind` ops transfer in one direction of a pass, between groups and at the ends."""
     ends = _bytes(body.ops, kind, back)
     between = [(n, loop.count) for loop in _loops(body) if (n := _bytes(loop.body.ops, kind, back))]
     each = total(n for n, _ in between) or ends
-    return _Way(each, each * groups - total(n * count for n, count in between) - ends)
+    return _Direction(each, each * groups - total(n * count for n, count in between) - ends)
 
 
 def _loops(body: Graph) -> list[Loop]:
@@ -84,5 +86,5 @@ def _loops(body: Graph) -> list[Loop]:
 
 def _bytes(ops: Iterable[Op], kind: type, back: bool) -> Poly:
     """Return the bytes that `kind` ops transfer in one direction."""
-    there = (op for op in ops if isinstance(op.kind, kind) and (op.phase != "forward") == back)
-    return total((op.operands or op.results)[0].storage.bytes for op in there)
+    transfers = (op for op in ops if isinstance(op.kind, kind) and (op.phase != "forward") == back)
+    return total((op.operands or op.results)[0].storage.bytes for op in transfers)

@@ -163,24 +163,24 @@ def regimes(formula: Formula, within: Mapping[str, Range] | None = None) -> Regi
     shares: Sequence[float | None] | None = None
     if within is not None:
         formula, shares = narrowed(formula, ranges(within, formula, "regimes"))
-    expr, held = plain(formula), held_by(formula)
-    found = _inner(expr)
-    if found is None:
+    expr, validities = plain(formula), held_by(formula)
+    extremum_expr = _inner(expr)
+    if extremum_expr is None:
         return Regimes([Regime(formula, None, None, share=None if shares is None else shares[0])])
     out = Regimes()
-    out.largest = isinstance(found, Max)
-    for i, (arg, owner) in enumerate(zip(found.args, found.owners, strict=True)):
+    out.largest = isinstance(extremum_expr, Max)
+    for i, (arg, owner) in enumerate(zip(extremum_expr.args, extremum_expr.owners, strict=True)):
         # arguments of a Max may contain another one, such as a minimum over windows in a FLOP count
-        part = arg if expr is found else expr.xreplace({found: arg})
-        mine = owner if expr is found else owner._replace(roles=())
-        out.append(regime(part, mine, held, None if shares is None else shares[i]))
+        case = arg if expr is extremum_expr else expr.xreplace({extremum_expr: arg})
+        mine = owner if expr is extremum_expr else owner._replace(roles=())
+        out.append(regime(case, mine, validities, None if shares is None else shares[i]))
     return out
 
 
-def regime(formula: sympy.Expr, owner: Owner, held: Sequence[Validity], share: float | None = None) -> Regime:
+def regime(formula: sympy.Expr, owner: Owner, validities: Sequence[Validity], share: float | None = None) -> Regime:
     """Return a public Regime."""
-    value = conditioned(formula, held)
-    return Regime(value, owner.op, owner.phase, label=owner.label, share=share, roles=owner.roles, held=held)
+    value = conditioned(formula, validities)
+    return Regime(value, owner.op, owner.phase, label=owner.label, share=share, roles=owner.roles, held=validities)
 
 
 def _inner(expr: sympy.Expr) -> Any:
@@ -204,10 +204,10 @@ def _range(name: object, pair: object, names: set[str], question: str) -> Range:
         expected = ", ".join(sorted(names)) or "none, as all are bound"
         raise BindingError(f"{question}: within has {shown(name)}, expected open sizes: {expected}")
     if not isinstance(pair, list | tuple) or len(pair) != 2:
-        raise BindingError(f"{question}: within has {name}={shown(pair)}, expected its least and its largest size")
+        raise BindingError(f"{question}: within has {name}={shown(pair)}, expected its smallest and largest size")
     low, high = (size_of(str(name), n) for n in pair)
     if low > high:
-        raise BindingError(f"{question}: within has {name}={shown(pair)}, expected the least size first")
+        raise BindingError(f"{question}: within has {name}={shown(pair)}, expected the smallest size first")
     return low, high
 
 
@@ -223,47 +223,51 @@ def _relations(box: Mapping[str, Range]) -> Iterator[Relation]:
 
 def narrowed(formula: sympy.Expr, box: Mapping[str, Range]) -> tuple[sympy.Expr, list[float | None]]:
     """Return a formula restricted to ranges, and each remaining case's share of the box."""
-    held, expr = held_by(formula), plain(formula)
-    asked = [r for v in held for r in v.known.relations]
+    validities, expr = held_by(formula), plain(formula)
+    assumptions = [r for v in validities for r in v.known.relations]
     try:
-        known = Relations([*_relations(box), *asked])
+        relations = Relations([*_relations(box), *assumptions])
     except PatternError as error:
         raise BindingError(f"within: {error}") from None
-    inside = (*held, Validity(Conditions(tuple(_relations(box)), ())))
-    found = _inner(expr)
-    cases: list[_Case] = [] if found is None else list(zip(map(poly, found.args), found.owners, strict=True))
-    points = _points(known, box, [p for p, _ in cases] or [poly(_exact(expr))])
-    if found is None:
-        return conditioned(expr, inside), [None if points is None else 1.0]
-    largest = isinstance(found, Max)
-    kept = _needed(cases, asked, box, _holding(cases, points, largest=largest), largest=largest)
-    inner = extremum(kept, largest=largest)
-    shares = _shares([p for p, _ in kept], inner, points, largest=largest)
-    return conditioned(inner if expr is found else expr.xreplace({found: inner}), inside), shares
+    validities_in_box = (*validities, Validity(Conditions(tuple(_relations(box)), ())))
+    extremum_expr = _inner(expr)
+    cases: list[_Case] = (
+        [] if extremum_expr is None else list(zip(map(poly, extremum_expr.args), extremum_expr.owners, strict=True))
+    )
+    points = _points(relations, box, [p for p, _ in cases] or [poly(_exact(expr))])
+    if extremum_expr is None:
+        return conditioned(expr, validities_in_box), [None if points is None else 1.0]
+    largest = isinstance(extremum_expr, Max)
+    remaining = _needed(cases, assumptions, box, _holding(cases, points, largest=largest), largest=largest)
+    inner = extremum(remaining, largest=largest)
+    shares = _shares([p for p, _ in remaining], inner, points, largest=largest)
+    return conditioned(
+        inner if expr is extremum_expr else expr.xreplace({extremum_expr: inner}), validities_in_box
+    ), shares
 
 
 def _needed(
-    cases: Sequence[_Case], asked: Sequence[Relation], box: Mapping[str, Range], sure: set[Poly], *, largest: bool
+    cases: Sequence[_Case], assumptions: Sequence[Relation], box: Mapping[str, Range], sure: set[Poly], *, largest: bool
 ) -> list[_Case]:
     """Return the cases that hold at some point, or are not proved redundant in some sub-box."""
-    needed, parts, looked_at = set(sure), deque([(dict(box), list(cases))]), 0
-    most = min(_MOST_PARTS, _MOST_WORK >> sum(low < high for low, high in box.values()))
-    while parts:
-        part, left = parts.popleft()
+    needed, queue, n_boxes = set(sure), deque([(dict(box), list(cases))]), 0
+    limit = min(_MOST_PARTS, _MOST_WORK >> sum(low < high for low, high in box.values()))
+    while queue:
+        sub_box, candidates = queue.popleft()
         try:
-            known = Relations([*_relations(part), *asked])
+            relations = Relations([*_relations(sub_box), *assumptions])
         except PatternError:  # no admissible sizes there
             continue
-        left = prune(left, known, largest=largest)
-        looked_at += 1
-        open_ = [p for p, _ in left if p not in needed]
-        name = max(part, key=lambda n: (part[n][1] / part[n][0], n))
-        low, high = part[name]
-        if not open_ or low == high or looked_at + len(parts) >= most:
-            needed.update(open_)
+        candidates = prune(candidates, relations, largest=largest)
+        n_boxes += 1
+        undecided = [p for p, _ in candidates if p not in needed]
+        name = max(sub_box, key=lambda n: (sub_box[n][1] / sub_box[n][0], n))
+        low, high = sub_box[name]
+        if not undecided or low == high or n_boxes + len(queue) >= limit:
+            needed.update(undecided)
         else:
             middle = isqrt(low * high)
-            parts += [({**part, name: half}, left) for half in ((low, middle), (middle + 1, high))]
+            queue += [({**sub_box, name: half}, candidates) for half in ((low, middle), (middle + 1, high))]
     return [case for case in cases if case[0] in needed]
 
 
@@ -272,32 +276,32 @@ def _needed(
 _Points = dict[str, "np.ndarray[Any, Any]"]
 
 
-def _points(known: Relations, box: Mapping[str, Range], formulas: Sequence[Poly]) -> _Points | None:
+def _points(relations: Relations, box: Mapping[str, Range], formulas: Sequence[Poly]) -> _Points | None:
     """Return admissible sample sizes, log-uniform; None if a symbol has no range."""
-    names = set(box).union(*(p.names() for p in formulas), *(r.difference.names() for r in known.relations))
-    given = dict(known.settled)
-    if not (names - given.keys()) <= box.keys():
+    names = set(box).union(*(p.names() for p in formulas), *(r.difference.names() for r in relations.relations))
+    fixed = dict(relations.settled)
+    if not (names - fixed.keys()) <= box.keys():
         return None
     draw = np.random.default_rng(0)
     out: _Points = {}
-    for name in sorted(names - given.keys()):
+    for name in sorted(names - fixed.keys()):
         low, high = box[name]
         spread = np.exp(draw.uniform(np.log(low), np.log(high + 1), _POINTS))
         out[name] = np.clip(np.floor(spread), low, high)
-    for name, value in reversed(known.settled):
+    for name, value in reversed(relations.settled):
         out[name] = np.broadcast_to(np.asarray(plan(value)(out), dtype=float), (_POINTS,))
     fits = np.ones(_POINTS, dtype=bool)
-    for relation in known.relations:
+    for relation in relations.relations:
         margin = plan(relation.difference)(out)
         fits &= np.abs(margin) < 0.5 if relation.equal else margin >= 0
-    for name, _ in known.settled:
+    for name, _ in relations.settled:
         fits &= (out[name] == np.floor(out[name])) & (out[name] >= 1)
     return {name: sizes[fits] for name, sizes in out.items()} if fits.any() else None
 
 
 def _values(ps: Sequence[Poly], points: _Points) -> np.ndarray[Any, Any]:
-    many = len(next(iter(points.values()), ()))
-    return np.array([np.broadcast_to(np.asarray(plan(p)(points), dtype=float), (many,)) for p in ps])
+    n_points = len(next(iter(points.values()), ()))
+    return np.array([np.broadcast_to(np.asarray(plan(p)(points), dtype=float), (n_points,)) for p in ps])
 
 
 def _first(ps: Sequence[Poly], points: _Points, *, largest: bool) -> np.ndarray[Any, Any]:

@@ -31,9 +31,9 @@ from .step_time import (
     largest,
     least,
     lower_bound,
+    overlapped_time,
     spent,
     stages_asked,
-    together,
     warn_of,
     which,
 )
@@ -126,7 +126,7 @@ class Roofline(Table):
     """location of operands in the lower bound: cold, in device memory; warm, in the last-level cache as far as they
     fit"""
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"graph {shorten(self.graph)} on {self.hardware.id}: {len(self.rows)} rows"
 
     def _columns(self) -> Sequence[Column]:
@@ -153,11 +153,13 @@ class Roofline(Table):
 
     def _notes(self) -> Iterator[str]:
         if self.overlap != "none":
-            how = {"ideal": "the larger of both", "streams": "when the last of all streams is done"}[self.overlap]
-            yield f"collectives take their time beside all else: the estimate is {how}"
+            estimate_text = {"ideal": "the larger of both", "streams": "when the last of all streams is done"}[
+                self.overlap
+            ]
+            yield f"collectives take their time beside all else: the estimate is {estimate_text}"
         if len(self.levels) == 1:
-            has = "of caches it has sizes alone" if self.levels[0].nearer else "it has no caches"
-            yield f"{self.hardware.id} has no bandwidth of a cache, {has}: the memory is its only level"
+            cache_text = "of caches it has sizes alone" if self.levels[0].nearer else "it has no caches"
+            yield f"{self.hardware.id} has no bandwidth of a cache, {cache_text}: the memory is its only level"
         if self.levels and not self.levels[0].whole:
             yield f"{self.hardware.id} lacks the size of registers or of first caches: no cache is in the lower bound"
 
@@ -299,7 +301,7 @@ def _resident(hardware: Hardware) -> Poly:
     size = hardware.last_level_cache
     if size is None:
         raise SpecError(
-            f"roofline: bound='warm' needs the size of the last-level cache, and hardware {hardware.id!r} states none; "
+            f"roofline: bound='warm' needs the size of the last-level cache, and hardware {hardware.id!r} has none; "
             f"add cache.l2 or cache.last_level to its file, or ask for bound='cold'"
         )
     return poly(size.value)
@@ -329,24 +331,24 @@ def bound_roofline(
     stages = stages_asked(graph, hardware, fallback, dims, question, network=network)
     for asked in stages:
         asked.need_numbers(question)
-    found = _of_all(graph, stages)
-    warn_of(hardware, found.stand_ins)
-    return found
+    out = _of_all(graph, stages)
+    warn_of(hardware, out.stand_ins)
+    return out
 
 
 def _of_all(graph: Graph, stages: Sequence[DeviceQuestion], overlap: str = "none") -> Roofline:
     """Return the roofline of a graph; for a pipeline, of its slowest or last stage."""
     if not graph.parts:
         return _placed(stages[0], overlap)
-    whole = in_total(as_declared(stages, overlap), stages, holds_for(stages))
-    found = [_placed(asked) for asked in stages]
-    known = all(isinstance(one.estimate, float) for one in found)
-    slowest = max(found, key=lambda one: one.estimate) if known else found[-1]
-    return replace(slowest, graph=graph.name, estimate=whole, lower_bound=in_total(least(stages), stages))
+    total_estimate = in_total(as_declared(stages, overlap), stages, holds_for(stages))
+    rooflines = [_placed(asked) for asked in stages]
+    all_numbers = all(isinstance(item.estimate, float) for item in rooflines)
+    slowest = max(rooflines, key=lambda item: item.estimate) if all_numbers else rooflines[-1]
+    return replace(slowest, graph=graph.name, estimate=total_estimate, lower_bound=in_total(least(stages), stages))
 
 
 def _placed(asked: DeviceQuestion, overlap: str = "none") -> Roofline:
-    graph, held = asked.graph, asked.values.held
+    graph, validities = asked.graph, asked.values.held
     times = [spent(work, asked) for work in asked.works]
     sums: dict[tuple[str, str], Poly] = {}
     for work in asked.works:
@@ -357,12 +359,12 @@ def _placed(asked: DeviceQuestion, overlap: str = "none") -> Roofline:
         graph=graph.name,
         hardware=asked.hardware,
         rows=tuple(_row(work, pair, asked) for work, pair in zip(asked.works, times, strict=True)),
-        flops=answer(total(sums.values()), held),
-        bytes=answer(total(w.bytes for w in asked.works), held),
-        fused_bytes=answer(compulsory(graph).bind(asked.values), held),
+        flops=answer(total(sums.values()), validities),
+        bytes=answer(total(w.bytes for w in asked.works), validities),
+        fused_bytes=answer(compulsory(graph).bind(asked.values), validities),
         ridge=_ridge(sums, asked),
         lower_bound=in_seconds(lower_bound(asked), asked),
-        estimate=in_seconds(together(times, asked, overlap), asked),
+        estimate=in_seconds(overlapped_time(times, asked, overlap), asked),
         rates={unit: in_seconds(rate, asked) for unit, rate in rates.items()},
         stand_ins=tuple(asked.rates.stand_ins.values()),
         levels=asked.levels,
@@ -383,31 +385,33 @@ def _ridge(sums: Mapping[tuple[str, str], Poly], asked: DeviceQuestion) -> Formu
     return in_seconds(asked.rates.of(kind, dtype) / asked.rates.bandwidth, asked)
 
 
-def _main(amounts: Mapping[tuple[str, str], Poly], known: Relations) -> tuple[str, str]:
+def _main(amounts: Mapping[tuple[str, str], Poly], relations: Relations) -> tuple[str, str]:
     """Return the kind and format with the most FLOPs, preferring contractions if sizes do not decide."""
     if all(p.constant is not None for p in amounts.values()):
         return max(amounts, key=lambda key: amounts[key].constant or 0)
-    kept = [key for _, key in prune([(p, key) for key, p in amounts.items()], known)]
-    return min(kept, key=lambda key: key[0] != "matmul")
+    largest_kinds = [key for _, key in prune([(p, key) for key, p in amounts.items()], relations)]
+    return min(largest_kinds, key=lambda key: key[0] != "matmul")
 
 
 def _row(work: Work, times: Sequence[Spent], asked: DeviceQuestion) -> RooflineRow:
-    known, held = asked.graph.root.relations, asked.values.held
+    relations, validities = asked.graph.root.relations, asked.values.held
     named: dict[str, list[Spent]] = {}
-    for found in times:
-        named.setdefault(found[1], []).append(found)
-    compute, memory, *others = ((name, in_seconds(largest(found, known), asked)) for name, found in named.items())
+    for resource in times:
+        named.setdefault(resource[1], []).append(resource)
+    compute, memory, *others = (
+        (name, in_seconds(largest(resource, relations), asked)) for name, resource in named.items()
+    )
     caches = {level.name for level in asked.levels}
     return RooflineRow(
         op=work.op.name,
         scope=work.op.scope,
         phase=work.op.phase,
-        kind=_main(work.flops, known)[0] if work.flops else "data",
-        flops=answer(total(work.flops.values()), held),
-        bytes=answer(work.bytes, held),
+        kind=_main(work.flops, relations)[0] if work.flops else "data",
+        flops=answer(total(work.flops.values()), validities),
+        bytes=answer(work.bytes, validities),
         compute_s=compute[1],
         memory_s=memory[1],
-        bound=which(times, known),
+        bound=which(times, relations),
         caches_s={name: time for name, time in others if name in caches},
         links_s={name: time for name, time in others if name not in caches},
     )

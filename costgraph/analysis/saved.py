@@ -18,7 +18,7 @@ from ..ir.graph import (
 )
 from ..ops.collectives import Send
 
-__all__ = ["behind", "handed_back", "left", "left_for_weights", "saved_bytes"]
+__all__ = ["behind", "deferred_grad_bytes", "saved_by_pass", "saved_bytes", "saved_for_weights"]
 
 
 def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
@@ -64,34 +64,38 @@ def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
     """
     need_graph("saved_bytes", graph)
     if all(op.phase == "forward" for op in graph.walk()):
-        raise GraphError(f"saved_bytes: graph {graph.name!r} has no backward pass, expected one that has")
+        raise GraphError(
+            f"saved_bytes: graph {graph.name!r} has no backward pass; expected the result of training_step"
+        )
     values = bindings(graph, dims)
-    found: dict[str, list[Storage]] = {"": list(dict.fromkeys(_outlive(graph)))}
+    by_scope: dict[str, list[Storage]] = {"": list(dict.fromkeys(_saved_storages(graph)))}
     for op in graph.walk():
         if op.loop is not None and op.phase == "forward":
-            found[op.name] = list(dict.fromkeys((*_left(op.loop), *_outlive(op.loop.body))))
-    return {name: bound_answer(total(s.bytes for s in storages), values) for name, storages in found.items()}
+            by_scope[op.name] = list(dict.fromkeys((*_stacked_storages(op.loop), *_saved_storages(op.loop.body))))
+    return {name: bound_answer(total(s.bytes for s in storages), values) for name, storages in by_scope.items()}
 
 
-def left(graph: Graph) -> tuple[Poly, Poly, Poly]:
+def saved_by_pass(graph: Graph) -> tuple[Poly, Poly, Poly]:
     """Return the device bytes saved by a forward pass: stacked by loops, before the loops, and after them."""
-    inside = [op.loop for op in graph.ops if op.loop is not None and op.phase == "forward"]
-    layers = [loop.count * total([_of_device(_left(loop)), *left(loop.body)]) for loop in inside]
-    return total(layers), *_by_place(graph, _outlive(graph))
+    forward_loops = [op.loop for op in graph.ops if op.loop is not None and op.phase == "forward"]
+    layers = [
+        loop.count * total([_of_device(_stacked_storages(loop)), *saved_by_pass(loop.body)]) for loop in forward_loops
+    ]
+    return total(layers), *_split_bytes(graph, _saved_storages(graph))
 
 
-def left_for_weights(graph: Graph) -> tuple[Poly, Poly, Poly]:
-    """Return the bytes needed by weight gradients after the input gradients have been sent, as in `left`.
+def saved_for_weights(graph: Graph) -> tuple[Poly, Poly, Poly]:
+    """Return the bytes needed by weight gradients after the input gradients have been sent, as in `saved_by_pass`.
 
     Saved tensors read by weight gradients before the layers count as before.
     """
     late = behind(graph)
-    own = _made(op for op in graph.ops if op not in late) - _there(graph)
+    produced = _produced_storages(op for op in graph.ops if op not in late) - _preexisting_storages(graph)
     read = dict.fromkeys(t for op in late for t in op.operands)
-    return _of_pieces(read), *_by_place(graph, (t.storage for t in read if t.storage in own))
+    return _of_pieces(read), *_split_bytes(graph, (t.storage for t in read if t.storage in produced))
 
 
-def handed_back(graph: Graph) -> Poly:
+def deferred_grad_bytes(graph: Graph) -> Poly:
     """Return the gradient bytes that backward loops keep for weight gradients."""
     read = dict.fromkeys(t for op in behind(graph) for t in op.operands)
     return _of_pieces(t for t in read if t.producer is not None and t.producer.phase != "forward")
@@ -99,34 +103,34 @@ def handed_back(graph: Graph) -> Poly:
 
 def _of_pieces(read: Iterable[Tensor]) -> Poly:
     """Return the device bytes of stacked residuals, counting each storage once."""
-    asked, pieces = dict.fromkeys(read), dict[Storage, Poly]()
-    for loop in (t.producer.loop for t in asked if t.producer is not None and _is_left(t)):
+    requested, pieces = dict.fromkeys(read), dict[Storage, Poly]()
+    for loop in (t.producer.loop for t in requested if t.producer is not None and _is_stacked(t)):
         assert loop is not None
-        kept = {inner.storage for t, inner in zip(loop.pieces, loop.saved, strict=True) if t in asked}
-        pieces |= {s: loop.count * s.bytes for s in _left(loop) if s in kept and not s.host}
+        stacked = {inner.storage for t, inner in zip(loop.pieces, loop.saved, strict=True) if t in requested}
+        pieces |= {s: loop.count * s.bytes for s in _stacked_storages(loop) if s in stacked and not s.host}
     return total(pieces.values())
 
 
 def behind(graph: Graph) -> list[Op]:
     """List the ops after the last input gradient in a pass: they compute only weight gradients."""
     ops = graph.ops
-    last = max((i for i, op in enumerate(ops) if op.phase != "forward" and _hands_on(op)), default=len(ops))
+    last = max((i for i, op in enumerate(ops) if op.phase != "forward" and _passes_gradient(op)), default=len(ops))
     return [op for op in ops[last + 1 :] if op.phase != "optimizer"]
 
 
-def _by_place(graph: Graph, storages: Iterable[Storage]) -> tuple[Poly, Poly]:
+def _split_bytes(graph: Graph, storages: Iterable[Storage]) -> tuple[Poly, Poly]:
     """Return the device bytes of storages produced before the layers or as their final gradients, and of all others."""
     before: set[Storage] = set()
     for op in graph.ops:
         if op.loop is not None and op.loop.pieces:
             break
         before |= {t.storage for t in op.results}
-    before |= {t.storage for op in graph.ops if op.phase != "forward" and _hands_on(op) for t in op.results}
-    found = dict.fromkeys(storages)
-    return _of_device(s for s in found if s in before), _of_device(s for s in found if s not in before)
+    before |= {t.storage for op in graph.ops if op.phase != "forward" and _passes_gradient(op) for t in op.results}
+    unique = dict.fromkeys(storages)
+    return _of_device(s for s in unique if s in before), _of_device(s for s in unique if s not in before)
 
 
-def _hands_on(op: Op) -> bool:
+def _passes_gradient(op: Op) -> bool:
     """Whether an op passes a gradient to earlier layers or to other ranks."""
     return isinstance(op.kind, Send) or (op.loop is not None and bool(op.loop.starts))
 
@@ -136,30 +140,32 @@ def _of_device(storages: Iterable[Storage]) -> Poly:
     return total(s.bytes for s in dict.fromkeys(storages) if not s.host)
 
 
-def _outlive(graph: Graph) -> Iterator[Storage]:
+def _saved_storages(graph: Graph) -> Iterator[Storage]:
     """Yield the storages that forward ops produce and backward or recompute ops read, in one graph or body."""
-    own = _made(op for op in graph.ops if op.phase == "forward") - _there(graph)
+    produced = _produced_storages(op for op in graph.ops if op.phase == "forward") - _preexisting_storages(graph)
     for op in graph.ops:
         if op.phase in ("backward", "recompute"):
-            yield from (t.storage for t in op.operands if t.storage in own)
+            yield from (t.storage for t in op.operands if t.storage in produced)
 
 
-def _left(loop: Loop) -> Iterator[Storage]:
+def _stacked_storages(loop: Loop) -> Iterator[Storage]:
     """Yield the storages that a loop stacks per iteration: produced in its body or carried, not captured."""
-    own = (_made(loop.body.ops) - _there(loop.body)) | {f.storage for f in loop.carries}
-    yield from (t.storage for t in loop.saved if t.storage in own)
+    per_iteration = (_produced_storages(loop.body.ops) - _preexisting_storages(loop.body)) | {
+        f.storage for f in loop.carries
+    }
+    yield from (t.storage for t in loop.saved if t.storage in per_iteration)
 
 
-def _made(ops: Iterable[Op]) -> set[Storage]:
+def _produced_storages(ops: Iterable[Op]) -> set[Storage]:
     """Return the storages that ops produce, except the stacked residuals of inner loops."""
-    return {t.storage for op in ops for t in op.results if not _is_left(t)}
+    return {t.storage for op in ops for t in op.results if not _is_stacked(t)}
 
 
-def _there(graph: Graph) -> set[Storage]:
+def _preexisting_storages(graph: Graph) -> set[Storage]:
     """Return the storages that no op in a graph or body produces."""
     return {t.storage for t in graph.tensors if t.producer is None}
 
 
-def _is_left(t: Tensor) -> bool:
+def _is_stacked(t: Tensor) -> bool:
     """Whether a tensor is a stacked residual of a loop."""
     return t.producer is not None and t.producer.loop is not None and t in t.producer.loop.pieces

@@ -57,25 +57,25 @@ __all__ = [
     "Spent",
     "as_seconds",
     "estimate",
-    "in_place",
+    "local_times",
     "in_seconds",
     "largest",
     "lower_bound",
     "memory_time",
     "spent",
-    "together",
+    "overlapped_time",
     "unit_times",
     "warn_of",
     "which",
     "EqualStages",
     "StageSeconds",
     "most",
-    "of_batches",
-    "of_few",
-    "of_shares",
+    "inference_pipeline_seconds",
+    "few_batches_time",
+    "pipeline_seconds",
     "one_by_one",
     "as_declared",
-    "between",
+    "crosses_stages",
     "by_pass",
     "holds_for",
     "in_total",
@@ -120,16 +120,18 @@ def finished(graph: Graph, seconds: Mapping[Op, Any], iterations: Mapping[Op, in
     return _last(0.0, *played.free.values())
 
 
-def _count(graph: Graph, turns: Mapping[int, int], iterations: Mapping[Op, int], runs: Counter[Op]) -> None:
+def _count(graph: Graph, runs_by_index: Mapping[int, int], iterations: Mapping[Op, int], runs: Counter[Op]) -> None:
     """Count how often each op runs; `turns` counts runs by the iteration index of the enclosing loop."""
-    often = sum(turns.values())
+    often = sum(runs_by_index.values())
     for op in graph.ops:
         if op.loop is None:
             runs[op] += often
             continue
         body, count = op.loop.body, iterations[op.loop.op]
         if op.loop.until:
-            inner = dict(enumerate(accumulate(turns.get(n, 0) for n in range(max(turns, default=0), 0, -1))))
+            inner = dict(
+                enumerate(accumulate(runs_by_index.get(n, 0) for n in range(max(runs_by_index, default=0), 0, -1)))
+            )
             inner = {len(inner) - 1 - i: times for i, times in inner.items()}
         elif any(loop.until for loop in loops(body)):
             inner = dict.fromkeys(range(min(count, _MOST + 1)), often)  # longer loops raise an error when simulated
@@ -173,13 +175,13 @@ class _Step(NamedTuple):
 
     @classmethod
     def of(cls, op: Op) -> _Step:
-        given = {t.storage for t in op.operands}
-        made = tuple(t.storage for t in op.results if t.storage not in given)
+        operand_storages = {t.storage for t in op.operands}
+        allocated = tuple(t.storage for t in op.results if t.storage not in operand_storages)
         overwritten = tuple(op.operands[i].storage for i in op.kind.overwrites())
         touched = tuple(dict.fromkeys(t.storage for t in (*op.operands, *op.results)))
         loop = op.loop
         same = loop is None or not any(inner.until for inner in loops(loop.body))
-        return cls(op, loop, _stream(op), overwritten, made, touched, same)
+        return cls(op, loop, _stream(op), overwritten, allocated, touched, same)
 
 
 class _Play:
@@ -203,17 +205,17 @@ class _Play:
         self.played += len(steps)
         if self.played > _MOST:
             raise UnsupportedError(
-                f"overlap 'streams' of graph {self.graph.name!r}: more than {_MOST:,} ops one by one, expected no more"
+                f"overlap 'streams' of graph {self.graph.name!r}: more than {_MOST:,} ops to simulate"
             )
         for step in steps:
             if step.loop is not None:
                 self.repeat(step, step.loop, ready, nth)
                 continue
-            done = self.done(step, ready)
+            finish = self.done(step, ready)
             self.make(step.made)
             for storage in step.touched:
-                self.touch(storage, done)
-            ready.update(dict.fromkeys(step.op.results, done))
+                self.touch(storage, finish)
+            ready.update(dict.fromkeys(step.op.results, finish))
 
     def done(self, step: _Step, ready: Mapping[Tensor, Any]) -> Any:
         """Return the finish time of an op and occupy its stream until then."""
@@ -225,10 +227,10 @@ class _Play:
         self.free[step.stream] = free
         return free
 
-    def touch(self, storage: Storage, done: Any) -> None:
+    def touch(self, storage: Storage, finish: Any) -> None:
         """Record when an op that accesses a storage is done."""
         memory = self.at(storage)
-        self.touched[memory] = _last(self.touched.get(memory, 0.0), done)
+        self.touched[memory] = _last(self.touched.get(memory, 0.0), finish)
 
     def at(self, storage: Storage) -> object:
         """Return the current memory of a storage."""
@@ -247,15 +249,15 @@ class _Play:
         """Simulate a loop; `around` is the iteration index of the enclosing loop."""
         count = around if loop.until else self.iterations[loop.op]
         self.make(step.made)
-        turns = _Iterations(self, loop, ready)
-        nth, seen = 0, list[_Boundary]()
+        iterations = _Iterations(self, loop, ready)
+        nth, boundaries = 0, list[_Boundary]()
         while nth < count:
-            turns.play(nth)
-            nth, seen = nth + 1, [*seen[-2:], turns.boundary()]
-            by = _moved(*seen) if step.same and len(seen) == 3 and nth + 1 < count else None
-            if by is not None and (ahead := turns.ahead(by, count - nth)):
-                nth, seen = nth + ahead, []
-        turns.leave(ready)
+            iterations.play(nth)
+            nth, boundaries = nth + 1, [*boundaries[-2:], iterations.boundary()]
+            by = _moved(*boundaries) if step.same and len(boundaries) == 3 and nth + 1 < count else None
+            if by is not None and (ahead := iterations.ahead(by, count - nth)):
+                nth, boundaries = nth + ahead, []
+        iterations.leave(ready)
 
 
 class _Boundary(NamedTuple):
@@ -267,8 +269,8 @@ class _Boundary(NamedTuple):
     """all times of the state, with points as columns"""
 
 
-def _alike(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], longest: np.ndarray[Any, Any]) -> bool:
-    return bool((np.abs(found - wanted) <= _EXACT * longest.max(0, initial=0)).all())
+def _all_close(times: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], longest: np.ndarray[Any, Any]) -> bool:
+    return bool((np.abs(times - expected) <= _EXACT * longest.max(0, initial=0)).all())
 
 
 def _moved(first: _Boundary, second: _Boundary, third: _Boundary) -> np.ndarray[Any, Any] | None:
@@ -276,7 +278,7 @@ def _moved(first: _Boundary, second: _Boundary, third: _Boundary) -> np.ndarray[
     if not first.shared == second.shared == third.shared:
         return None
     by = third.times - second.times
-    return by if _alike(by, second.times - first.times, third.times) else None
+    return by if _all_close(by, second.times - first.times, third.times) else None
 
 
 class _Iterations:
@@ -284,70 +286,72 @@ class _Iterations:
 
     def __init__(self, play: _Play, loop: Loop, ready: Mapping[Tensor, Any]) -> None:
         self.of, self.loop, self.ready = play, loop, ready
-        self.given = (*zip(loop.slices, loop.xs, strict=True), *zip(loop.captured, loop.shared, strict=True))
-        self.handed = [ready.get(t, 0.0) for t in loop.starts]
-        self.lying: Sequence[Tensor] = loop.starts
+        self.inputs = (*zip(loop.slices, loop.xs, strict=True), *zip(loop.captured, loop.shared, strict=True))
+        self.carry_times = [ready.get(t, 0.0) for t in loop.starts]
+        self.carries: Sequence[Tensor] = loop.starts
         """tensors whose memory holds the carries"""
-        self.left: dict[Tensor, Any] = dict.fromkeys((*loop.stacks, *loop.pieces), 0.0)
+        self.results: dict[Tensor, Any] = dict.fromkeys((*loop.stacks, *loop.pieces), 0.0)
 
     def play(self, nth: int) -> None:
         """Simulate one iteration."""
         loop, play = self.loop, self.of
-        play.enter([*self.given, *zip(loop.carries, self.lying, strict=True)])
-        inner = {f: self.ready.get(t, 0.0) for f, t in self.given} | dict(zip(loop.carries, self.handed, strict=True))
+        play.enter([*self.inputs, *zip(loop.carries, self.carries, strict=True)])
+        inner = {f: self.ready.get(t, 0.0) for f, t in self.inputs} | dict(
+            zip(loop.carries, self.carry_times, strict=True)
+        )
         play.run(loop.body, inner, nth)
-        self.handed, self.lying = [inner.get(t, 0.0) for t in loop.nexts], loop.nexts
-        for t, made in zip(self.left, (*loop.ys, *loop.saved), strict=True):
-            self.left[t] = _last(self.left[t], inner.get(made, 0.0))
-            play.touch(t.storage, play.touched.get(play.at(made.storage), 0.0))
+        self.carry_times, self.carries = [inner.get(t, 0.0) for t in loop.nexts], loop.nexts
+        for t, value in zip(self.results, (*loop.ys, *loop.saved), strict=True):
+            self.results[t] = _last(self.results[t], inner.get(value, 0.0))
+            play.touch(t.storage, play.touched.get(play.at(value.storage), 0.0))
 
     def leave(self, ready: dict[Tensor, Any]) -> None:
         """Record the times of the loop's results."""
-        for t, time, made in zip(self.loop.lasts, self.handed, self.lying, strict=True):
+        for t, time, carry in zip(self.loop.lasts, self.carry_times, self.carries, strict=True):
             ready[t] = time
-            self.of.touch(t.storage, self.of.touched.get(self.of.at(made.storage), 0.0))
-        ready.update(self.left)
+            self.of.touch(t.storage, self.of.touched.get(self.of.at(carry.storage), 0.0))
+        ready.update(self.results)
 
     def memories(self) -> list[object]:
         """Return the memories that iterations share."""
-        return [self.of.at(t.storage) for t in (*(t for _, t in self.given), *self.left, *self.lying)]
+        return [self.of.at(t.storage) for t in (*(t for _, t in self.inputs), *self.results, *self.carries)]
 
     def boundary(self) -> _Boundary:
         """Return the state after the simulated iterations."""
         memories, streams = self.memories(), sorted(self.of.free)
         touched = [self.of.touched.get(m, 0.0) for m in memories]
-        times = [*self.handed, *self.left.values(), *touched, *(self.of.free[name] for name in streams)]
+        times = [*self.carry_times, *self.results.values(), *touched, *(self.of.free[name] for name in streams)]
         return _Boundary((*map(memories.index, memories), *streams), np.array(np.broadcast_arrays(*times)))
 
-    def ahead(self, by: np.ndarray[Any, Any], left: int) -> int:
+    def ahead(self, by: np.ndarray[Any, Any], remaining: int) -> int:
         """Skip iterations in steady state and simulate the next one; return how many iterations that covers."""
         play, before = self.of, self.boundary()
-        kept: tuple[Any, ...] = (
-            self.handed,
-            dict(self.left),
+        saved: tuple[Any, ...] = (
+            self.carry_times,
+            dict(self.results),
             dict(play.free),
             dict(play.touched),
             dict(play.memory),
         )
-        out = left - 1
+        out = remaining - 1
         while out:
             self.put(before.times + out * by)
             self.play(0)
             after = self.boundary()
-            wanted = before.times + (out + 1) * by
-            if after.shared == before.shared and _alike(after.times, wanted, wanted):
+            expected = before.times + (out + 1) * by
+            if after.shared == before.shared and _all_close(after.times, expected, expected):
                 return out + 1
-            self.handed, self.left, play.free, play.touched, play.memory = (copy(part) for part in kept)
+            self.carry_times, self.results, play.free, play.touched, play.memory = (copy(state) for state in saved)
             out //= 2
         return 0
 
     def put(self, times: np.ndarray[Any, Any]) -> None:
         """Replace the times of the state."""
-        found = iter(times.tolist() if times.ndim == 1 else times)
-        self.handed = [next(found) for _ in self.handed]
-        self.left = {t: next(found) for t in self.left}
-        self.of.touched.update([(memory, next(found)) for memory in self.memories()])
-        self.of.free = {name: next(found) for name in sorted(self.of.free)}
+        values = iter(times.tolist() if times.ndim == 1 else times)
+        self.carry_times = [next(values) for _ in self.carry_times]
+        self.results = {t: next(values) for t in self.results}
+        self.of.touched.update([(memory, next(values)) for memory in self.memories()])
+        self.of.free = {name: next(values) for name in sorted(self.of.free)}
 
 
 # -- roofline times ----------------------------------------------------------------------------------------------------
@@ -389,8 +393,8 @@ class Bound:
 
 def _text(condition: sympy.Basic) -> str:
     if isinstance(condition, sympy.And | sympy.Or):
-        parts = sorted(map(_text, condition.args), key=lambda text: (len(text), text))
-        return " and ".join(parts) if isinstance(condition, sympy.And) else f"({' or '.join(parts)})"
+        terms = sorted(map(_text, condition.args), key=lambda text: (len(text), text))
+        return " and ".join(terms) if isinstance(condition, sympy.And) else f"({' or '.join(terms)})"
     sides = (side if _is_whole(side) else side.n(4) for side in (condition.lhs, condition.rhs))
     return " >= ".join(map(str, sides))
 
@@ -399,78 +403,78 @@ def _is_whole(side: sympy.Expr) -> bool:
     return all(number.is_Integer for number in side.atoms(sympy.Rational))
 
 
-def which(times: Sequence[Spent], known: Relations) -> str | Bound:
+def which(times: Sequence[Spent], facts: Relations) -> str | Bound:
     """Return the name of the largest time, or a `Bound` if it depends on sizes.
 
     Times are as in `spent`; the first of equal times wins.
     """
     if len(times) > 2 or all(not p.names() for p, _ in times):
-        times = _kept(times, known)
+        times = _undominated(times, facts)
     name = times[0][1]
-    rest = [p for p, other in times if other != name]
-    if not rest:
+    others = [p for p, other in times if other != name]
+    if not others:
         return name
-    own = [p for p, other in times if other == name]
-    open_ = [p for p in rest if not known.nonnegative(_most(own) - p)]
-    if not open_:
+    named = [p for p, other in times if other == name]
+    undecided = [p for p in others if not facts.nonnegative(_most(named) - p)]
+    if not undecided:
         return name
-    left = which([t for t in times if t[1] != name], known)
-    if known.nonnegative(_most(rest) - _most(own)):
-        return left
-    relations = ([_relation(p - other, known) for p in own] for other in open_)
-    return Bound(_all(sympy.And, [_all(sympy.Or, some) for some in relations]), left, name)
+    without = which([t for t in times if t[1] != name], facts)
+    if facts.nonnegative(_most(others) - _most(named)):
+        return without
+    relations = ([_relation(p - other, facts) for p in named] for other in undecided)
+    return Bound(_all(sympy.And, [_all(sympy.Or, some) for some in relations]), without, name)
 
 
-def _all(join: type[sympy.And | sympy.Or], parts: Sequence[sympy.Basic]) -> sympy.Basic:
-    return parts[0] if len(parts) == 1 else join(*parts, evaluate=False)
+def _all(join: type[sympy.And | sympy.Or], conditions: Sequence[sympy.Basic]) -> sympy.Basic:
+    return conditions[0] if len(conditions) == 1 else join(*conditions, evaluate=False)
 
 
-def _most(parts: Sequence[Poly]) -> Poly:
-    return parts[0] if len(parts) == 1 else poly(extremum([(p, Owner()) for p in parts]))
+def _most(times: Sequence[Poly]) -> Poly:
+    return times[0] if len(times) == 1 else poly(extremum([(p, Owner()) for p in times]))
 
 
-def _relation(excess: Poly, known: Relations) -> sympy.Ge:
+def _relation(excess: Poly, relations: Relations) -> sympy.Ge:
     """Return the condition that a difference of times is nonnegative, with positive terms on the left."""
-    found = known.cleared([excess])
-    plain = found[0] if found else excess
+    cleared = relations.cleared([excess])
+    plain = cleared[0] if cleared else excess
     plain = plain * lcm(*(c.denominator for c in plain.terms.values()))
-    more, less = (Poly({m: c for m, c in p.terms.items() if c > 0}) for p in (plain, -plain))
+    positive, negative = (Poly({m: c for m, c in p.terms.items() if c > 0}) for p in (plain, -plain))
     shared, scale = content(plain.terms)
-    if len(more.terms) == 1:  # a single product, such as B*S >= 295.3
-        (scale,) = more.terms.values()
+    if len(positive.terms) == 1:  # a single product, such as B*S >= 295.3
+        (scale,) = positive.terms.values()
     factor = Poly({shared: scale if scale > 0 else -scale})
-    return sympy.Ge((more / factor).expr, (less / factor).expr, evaluate=False)
+    return sympy.Ge((positive / factor).expr, (negative / factor).expr, evaluate=False)
 
 
-def _kept(times: Sequence[Spent], known: Relations) -> list[Spent]:
+def _undominated(times: Sequence[Spent], relations: Relations) -> list[Spent]:
     """Drop times that are never the largest; among numbers, keep the first maximum."""
     times = [t for t in times if t[0]] or [times[0]]
     if all(not p.names() for p, _ in times):
         exactly = all(p.constant is not None for p, _ in times)
         values = [exact(p) if exactly else sympy.N(p.expr, 30) for p, _ in times]
         return [times[values.index(max(values))]]
-    return prune(times, known)
+    return prune(times, relations)
 
 
-def largest(times: Sequence[Spent], known: Relations) -> Poly:
+def largest(times: Sequence[Spent], relations: Relations) -> Poly:
     """Return the largest time, with common factors outside the Max so that multiples share one atom."""
-    kept = _kept(times, known)
-    if len(kept) == 1:
-        return kept[0][0]
-    factor = _common([p for p, _ in kept])
-    return factor * poly(extremum([(p / factor, Owner()) for p, _ in kept]))
+    candidates = _undominated(times, relations)
+    if len(candidates) == 1:
+        return candidates[0][0]
+    factor = _common_factor([p for p, _ in candidates])
+    return factor * poly(extremum([(p / factor, Owner()) for p, _ in candidates]))
 
 
-def _common(parts: Sequence[Poly]) -> Poly:
+def _common_factor(times: Sequence[Poly]) -> Poly:
     """Return the common factor of all terms, from numbers and (positive) symbols."""
-    terms = [term for p in parts for term in p.terms.items()]
+    terms = [term for p in times for term in p.terms.items()]
     number = Fraction(gcd(*(c.numerator for _, c in terms)), lcm(*(c.denominator for _, c in terms)))
     powers = [dict(m) for m, _ in terms]
     shared = []
     for key in sorted(k for k in powers[0] if k[0] != "~"):
-        found = [p.get(key, 0) for p in powers]
-        if min(found) > 0 or max(found) < 0:
-            shared.append((key, min(found, key=abs)))
+        exponents = [p.get(key, 0) for p in powers]
+        if min(exponents) > 0 or max(exponents) < 0:
+            shared.append((key, min(exponents, key=abs)))
     return Poly({tuple(shared): number})
 
 
@@ -480,17 +484,17 @@ def spent(work: Work, asked: DeviceQuestion) -> list[Spent]:
     Names are compute, link, memory or a cache, and interconnect or network for collectives. With memory levels,
     traffic out of a level is the least traffic through all nearer levels, given as several formulas: the largest holds.
     """
-    out = in_place(work, asked)
+    out = local_times(work, asked)
     if work.collective is not None:
-        once, link = exchange(work.op, asked.graph, asked.values, asked.hardware)
-        out.append((once * work.times, link))
+        seconds_once, link = exchange(work.op, asked.graph, asked.values, asked.hardware)
+        out.append((seconds_once * work.times, link))
     sends = [exchange(op, asked.graph, asked.values, asked.hardware) for op in work.rings]
     if sends:  # one after another, over one link
-        out.append((total(once for once, _ in sends) * work.times, sends[0][1]))
+        out.append((total(time for time, _ in sends) * work.times, sends[0][1]))
     return list(dict.fromkeys(out))
 
 
-def in_place(work: Work, asked: DeviceQuestion) -> list[Spent]:
+def local_times(work: Work, asked: DeviceQuestion) -> list[Spent]:
     """Return the times of an op except those on links between ranks; parameters as in `spent`."""
     compute, memory = work.seconds(asked.rates)
     out = [(compute, "compute"), (memory, work.unit)]
@@ -499,36 +503,38 @@ def in_place(work: Work, asked: DeviceQuestion) -> list[Spent]:
     return out
 
 
-def estimate(times: Iterable[Sequence[Spent]], known: Relations) -> Poly:
+def estimate(times: Iterable[Sequence[Spent]], relations: Relations) -> Poly:
     """Return the sum over ops of their largest time from `spent`, grouping equal ops."""
     alike: dict[tuple[Spent, ...], int] = {}
-    for found in times:
-        alike[tuple(found)] = alike.get(tuple(found), 0) + 1
-    return total(largest(found, known) * count for found, count in alike.items())
+    for resources in times:
+        alike[tuple(resources)] = alike.get(tuple(resources), 0) + 1
+    return total(largest(resources, relations) * count for resources, count in alike.items())
 
 
-def together(times: Sequence[Sequence[Spent]], asked: DeviceQuestion, overlap: str) -> Poly:
+def overlapped_time(times: Sequence[Sequence[Spent]], asked: DeviceQuestion, overlap: str) -> Poly:
     """Return a graph's time with communication: a sum, the larger of communication and the rest, or a makespan.
 
     Times are as in `spent`; `overlap` is one of `OVERLAPS`.
     """
-    known = asked.graph.root.relations
+    relations = asked.graph.root.relations
     if overlap == "none":
-        return estimate(times, known)
+        return estimate(times, relations)
     if overlap == "streams":
         asked.need_numbers("overlap 'streams'")
-        taken: dict[Op, float] = {}
-        for work, found in zip(asked.works, times, strict=True):
-            taken[work.op] = taken.get(work.op, 0.0) + float(in_seconds(largest(found, known), asked))
+        op_seconds: dict[Op, float] = {}
+        for work, resources in zip(asked.works, times, strict=True):
+            op_seconds[work.op] = op_seconds.get(work.op, 0.0) + float(in_seconds(largest(resources, relations), asked))
         busy = (float(in_seconds(time, asked)) for time in unit_times(asked).values())
         iterations = {o.op: int(o.count.bind(asked.values).constant or 0) for o in loops(asked.graph)}
-        done = finished(asked.graph, taken, iterations)
-        return poly(Fraction(max(float(done), *busy)))
-    elsewhere = [bool(w.collective) or w.unit != "memory" for w in asked.works]
-    sent, alone = ([t for t, away in zip(times, elsewhere, strict=True) if away == how] for how in (True, False))
+        finish = finished(asked.graph, op_seconds, iterations)
+        return poly(Fraction(max(float(finish), *busy)))
+    off_memory = [bool(w.collective) or w.unit != "memory" for w in asked.works]
+    exposed, local = (
+        [t for t, is_off in zip(times, off_memory, strict=True) if is_off == off] for off in (True, False)
+    )
     # computation and communication share the device memory
-    parts = {"alone": estimate(alone, known), "sent": estimate(sent, known), "memory": memory_time(asked)}
-    return largest([(p, name) for name, p in parts.items()], known)
+    totals = {"alone": estimate(local, relations), "sent": estimate(exposed, relations), "memory": memory_time(asked)}
+    return largest([(p, name) for name, p in totals.items()], relations)
 
 
 def lower_bound(asked: DeviceQuestion) -> Poly:
@@ -536,12 +542,12 @@ def lower_bound(asked: DeviceQuestion) -> Poly:
 
     A missing rate is replaced by the highest one of the device, which keeps the bound valid.
     """
-    found = [(p, unit) for unit, p in unit_times(asked).items()]
+    bounds = [(p, unit) for unit, p in unit_times(asked).items()]
     if asked.levels and asked.levels[0].whole:  # not a bound for caches that overlap reads and writes
         moved = unavoidable(asked.graph, asked.levels[0].nearer)
-        found += [((p.bind(asked.values) - asked.resident) / asked.rates.bandwidth, "memory") for p in moved]
-    kept = _kept(found, asked.graph.root.relations)
-    return kept[0][0] if len(kept) == 1 else poly(extremum([(p, Owner(unit)) for p, unit in kept]))
+        bounds += [((p.bind(asked.values) - asked.resident) / asked.rates.bandwidth, "memory") for p in moved]
+    candidates = _undominated(bounds, asked.graph.root.relations)
+    return candidates[0][0] if len(candidates) == 1 else poly(extremum([(p, Owner(unit)) for p, unit in candidates]))
 
 
 def unit_times(asked: DeviceQuestion) -> dict[str, Poly]:
@@ -549,16 +555,16 @@ def unit_times(asked: DeviceQuestion) -> dict[str, Poly]:
     units: dict[str, list[Poly]] = {}
     for work in asked.works:
         if work.unit != "memory":  # a link carries both directions at once
-            way = f" to the {work.op.kind.to}" if isinstance(work.op.kind, Transfer) else ""
-            units.setdefault(f"{work.unit}{way}", []).append(work.seconds(asked.rates)[1])
+            direction = f" to the {work.op.kind.to}" if isinstance(work.op.kind, Transfer) else ""
+            units.setdefault(f"{work.unit}{direction}", []).append(work.seconds(asked.rates)[1])
             continue
-        sent = [work.op] if work.collective else work.rings
-        on_links = [(u, p * work.times) for op in sent for u, p in _of_collective(op, op.kind, asked)]
+        messages = [work.op] if work.collective else work.rings
+        on_links = [(u, p * work.times) for op in messages for u, p in _of_collective(op, op.kind, asked)]
         for unit, spent in [*on_links, *(() if work.collective else _by_unit(work, asked))]:
             units.setdefault(unit, []).append(spent)
-    found = {unit: total(parts) for unit, parts in units.items()}
-    found["memory"] = memory_time(asked)
-    return found
+    out = {unit: total(parts) for unit, parts in units.items()}
+    out["memory"] = memory_time(asked)
+    return out
 
 
 def memory_time(asked: DeviceQuestion) -> Poly:
@@ -621,7 +627,7 @@ class _Rank(NamedTuple):
     at: Poly
 
 
-def one_by_one(runs: Sequence[EqualStages], m: Poly, known: Relations) -> Poly:
+def one_by_one(runs: Sequence[EqualStages], m: Poly, relations: Relations) -> Poly:
     """Return the seconds of a 1F1B step with `m` micro-batches, without sends.
 
     If the number of micro-batches or ranks is open, there are at least two micro-batches per rank.
@@ -635,35 +641,37 @@ def one_by_one(runs: Sequence[EqualStages], m: Poly, known: Relations) -> Poly:
     beyond = (m - 2 * p).constant
     if beyond is not None and beyond < 0:
         each = [run for run in runs for _ in range(int((run.last - run.first + 1).constant or 0))]
-        many = int(m.constant or 0)
-        return of_few([r.forward for r in each], [r.backward for r in each], many, lambda found: most(found, known))
-    paths = _Paths(runs, known)
+        micro_batches = int(m.constant or 0)
+        return few_batches_time(
+            [r.forward for r in each], [r.backward for r in each], micro_batches, lambda times: most(times, relations)
+        )
+    paths = _Paths(runs, relations)
     ends = paths.ends()
-    found = []
+    path_times = []
     for s in ends:
-        into, out = (largest([(paths.way(a, s, back=back), "") for a in ends], known) for back in (False, True))
-        found.append((into + out + (m - p + s.at) * paths.both(s), ""))
-    return largest(found, known)
+        into, out = (largest([(paths.way(a, s, back=back), "") for a in ends], relations) for back in (False, True))
+        path_times.append((into + out + (m - p + s.at) * paths.both(s), ""))
+    return largest(path_times, relations)
 
 
-def of_few(forward: Sequence[T], backward: Sequence[T], m: int, largest_of: Callable[[list[T]], T]) -> T:
+def few_batches_time(forward: Sequence[T], backward: Sequence[T], m: int, largest_of: Callable[[list[T]], T]) -> T:
     """Return the 1F1B time for any number of micro-batches, as `one_by_one`; `largest_of` compares times.
 
     A path through forward passes to rank a is on the slowest rank at most once per other micro-batch. If it reaches
     rank s from an earlier rank, each rank on the way uses one of the m - p + s turns there.
     """
-    p, found = len(forward), list[T]()
-    ahead, back = (_Way(there, m, largest_of) for there in (forward, backward))
+    p, path_times = len(forward), list[T]()
+    ahead, back = (_Way(times, m, largest_of) for times in (forward, backward))
     for s in range(max(0, p - m), p):
-        left, both = m - p + s, forward[s] + backward[s]
+        remaining, both = m - p + s, forward[s] + backward[s]
         # the longest way within each number of turns
         into, out = ([n - both * k for k, n in way.to(s, other)] for way, other in ((ahead, back), (back, ahead)))
         most_out = list(accumulate(out, lambda one, other: largest_of([one, other])))
         for k, one in enumerate(into):
-            rest = left - (k + 1 if k else 0)
-            if rest >= 0:
-                found.append(one + both * left + most_out[min(max(rest - 1, 0), s)])
-    return largest_of(found)
+            after = remaining - (k + 1 if k else 0)
+            if after >= 0:
+                path_times.append(one + both * remaining + most_out[min(max(after - 1, 0), s)])
+    return largest_of(path_times)
 
 
 class _Way(Generic[T]):
@@ -674,7 +682,7 @@ class _Way(Generic[T]):
         self.sums: list[T] = list(accumulate(times))
         slowest = accumulate(times, lambda one, other: largest_of([one, other]))
         waits = (min(len(times) - 1 - a, m - 1) for a in range(len(times)))
-        self.alone = [n + most * k for n, most, k in zip(self.sums, slowest, waits, strict=True)]
+        self.alone = [n + slowest_time * k for n, slowest_time, k in zip(self.sums, slowest, waits, strict=True)]
 
     def to(self, s: int, other: _Way[T]) -> Iterator[tuple[int, T]]:
         """Yield the turns on rank s used by a path from each earlier rank, and its time."""
@@ -687,18 +695,18 @@ class _Way(Generic[T]):
 class _Paths:
     """Segments of critical paths through all ranks."""
 
-    def __init__(self, runs: Sequence[EqualStages], known: Relations) -> None:
+    def __init__(self, runs: Sequence[EqualStages], relations: Relations) -> None:
         self.runs, self.p = runs, runs[-1].last + 1
         self.times = [[run.forward for run in runs], [run.backward for run in runs]]
         # slowest time among the ranks up to each run
         self.most = [
-            [largest([(t, "") for t in times[: k + 1]], known) for k in range(len(runs))] for times in self.times
+            [largest([(t, "") for t in times[: k + 1]], relations) for k in range(len(runs))] for times in self.times
         ]
 
     def ends(self) -> list[_Rank]:
         """Return the first and last rank of each run: some longest path has its corners there."""
-        both = ((k, at) for k, run in enumerate(self.runs) for at in dict.fromkeys((run.first, run.last)))
-        return [_Rank(k, at) for k, at in both]
+        both = ((k, rank) for k, run in enumerate(self.runs) for rank in dict.fromkeys((run.first, run.last)))
+        return [_Rank(k, rank) for k, rank in both]
 
     def both(self, s: _Rank) -> Poly:
         """Return the time of one forward and one backward pass on a rank."""
@@ -714,11 +722,11 @@ class _Paths:
 
     def way(self, a: _Rank, s: _Rank, *, back: bool) -> Poly:
         """Return the extra time of a path on s that is in one direction only up to rank a or, with `back`, from it."""
-        alone = self.through(_Rank(0, ZERO), a, back=back) + (self.p - 1 - a.at) * self.most[back][a.run]
+        one_way = self.through(_Rank(0, ZERO), a, back=back) + (self.p - 1 - a.at) * self.most[back][a.run]
         if _ahead(a, s):
-            turns = s.at - a.at + 1
-            return alone + self.times[not back][a.run] + self.through(a, s, back=back) - turns * self.both(s)
-        return alone + self.through(s, a, back=not back) - self.times[not back][s.run]
+            visits = s.at - a.at + 1
+            return one_way + self.times[not back][a.run] + self.through(a, s, back=back) - visits * self.both(s)
+        return one_way + self.through(s, a, back=not back) - self.times[not back][s.run]
 
 
 def _ahead(a: _Rank, s: _Rank) -> bool:
@@ -742,8 +750,11 @@ class StageSeconds(NamedTuple):
     once: Poly
 
 
-def of_shares(
-    facts: Sequence[InFlightMicroBatches], shares: Sequence[StageSeconds], send: Poly, known: Relations = NOTHING_KNOWN
+def pipeline_seconds(
+    facts: Sequence[InFlightMicroBatches],
+    shares: Sequence[StageSeconds],
+    send: Poly,
+    relations: Relations = NOTHING_KNOWN,
 ) -> Poly:
     """Return the seconds per pipeline step, given the times per stage and the time per send.
 
@@ -751,15 +762,17 @@ def of_shares(
     """
     p, m, v = facts[0].stages, facts[0].micro_batches, facts[0].groups
     passes = [forward + back + weights for forward, back, weights, _ in shares]
-    once = most((share[-1] for share in shares), known)
+    once = most((share[-1] for share in shares), relations)
     if facts[0].schedule not in ("gpipe", "1f1b"):
-        made = SCHEDULES[facts[0].schedule]
-        of_model = p if made.both_ways else p * v
-        waits = 2 * (of_model - (2 if made.folded and not made.both_ways else 1))  # local where a folded pipeline turns
-        return m * most(passes, known) + _idle(facts[0], shares, known) + waits * send + once
+        schedule = SCHEDULES[facts[0].schedule]
+        of_model = p if schedule.both_ways else p * v
+        waits = 2 * (
+            of_model - (2 if schedule.folded and not schedule.both_ways else 1)
+        )  # local where a folded pipeline turns
+        return m * most(passes, relations) + _idle(facts[0], shares, relations) + waits * send + once
     if facts[0].schedule == "gpipe":
         through = total(fact.alike * one for one, fact in zip(passes, facts, strict=True))
-        slowest = most((f for f, *_ in shares), known) + most((b for _, b, *_ in shares), known)
+        slowest = most((f for f, *_ in shares), relations) + most((b for _, b, *_ in shares), relations)
         return through + (m - 1) * slowest + 2 * (p - 1) * send + once
     # the last stage waits for a send back once less per p micro-batches
     n = m + p - 1
@@ -771,34 +784,38 @@ def of_shares(
     ]
     if all(run.first.constant is not None for run in runs):
         runs.sort(key=lambda run: run.first.constant or 0)
-    return one_by_one(runs, m, known) + waits * send + once
+    return one_by_one(runs, m, relations) + waits * send + once
 
 
-def of_batches(facts: Sequence[InFlightMicroBatches], times: Sequence[Poly], send: Poly, known: Relations) -> Poly:
+def inference_pipeline_seconds(
+    facts: Sequence[InFlightMicroBatches], times: Sequence[Poly], send: Poly, relations: Relations
+) -> Poly:
     """Return the period of a batch in a forward-only pipeline, from one visit to a stage to the next."""
     through = total(f.alike * one for f, one in zip(facts, times, strict=True)) + (facts[0].stages - 1) * send
-    return most([through, facts[0].micro_batches * most(times, known)], known)
+    return most([through, facts[0].micro_batches * most(times, relations)], relations)
 
 
-def _idle(facts: InFlightMicroBatches, shares: Sequence[StageSeconds], known: Relations) -> Poly:
+def _idle(facts: InFlightMicroBatches, shares: Sequence[StageSeconds], relations: Relations) -> Poly:
     """Return the bubble of the slowest rank, with each layer group as slow as the slowest one."""
     # with both directions, each rank has half the micro-batches in each, which visit one of its stages
     groups = ONE if SCHEDULES[facts.schedule].both_ways else facts.groups
-    each = (most(times, known) / groups for times in list(zip(*shares, strict=True))[:3])
-    put = dict(zip(("p", "forward", "input", "weight"), (facts.stages, *each), strict=True))
+    each = (most(times, relations) / groups for times in list(zip(*shares, strict=True))[:3])
+    substitutions = dict(zip(("p", "forward", "input", "weight"), (facts.stages, *each), strict=True))
     forms, fewest = idle(facts.schedule)
     ranks = facts.stages.constant
     if ranks is not None and ranks < fewest:
-        many, chunks = next(sizes(facts.schedule, int(ranks)))
-        forms = tuple(sympy.Matrix([row]).dot(TIMES) for row in idle_at(facts.schedule, int(ranks), many, chunks))
+        micro_batches, chunks = next(sizes(facts.schedule, int(ranks)))
+        forms = tuple(
+            sympy.Matrix([row]).dot(TIMES) for row in idle_at(facts.schedule, int(ranks), micro_batches, chunks)
+        )
     # drop sums that are never positive: the rank does not wait
-    found = [p for p in (poly(form).bind(put) for form in forms) if not known.nonnegative(-p)]
-    return most(found, known) if found else ZERO
+    bubbles = [p for p in (poly(form).bind(substitutions) for form in forms) if not relations.nonnegative(-p)]
+    return most(bubbles, relations) if bubbles else ZERO
 
 
-def most(times: Iterable[Poly], known: Relations) -> Poly:
+def most(times: Iterable[Poly], relations: Relations) -> Poly:
     """Return the largest time."""
-    return largest([(p, "") for p in times], known)
+    return largest([(p, "") for p in times], relations)
 
 
 # -- time per step -----------------------------------------------------------------------------------------------------
@@ -908,19 +925,19 @@ def seconds(
     if which == "calibrated":
         for asked in stages:
             _need_calibrated(asked)
-        timed = _overlapping(stages, overlap, _calibrated, _calibrated_beside)
-        found = poly(max(exact(timed), exact(least(stages))))
+        timed = _overlapping(stages, overlap, _calibrated, _calibrated_overlapped)
+        value = poly(max(exact(timed), exact(least(stages))))
     else:
-        found = least(stages) if which == "lower" else as_declared(stages, overlap)
+        value = least(stages) if which == "lower" else as_declared(stages, overlap)
     for asked in stages:
         warn_of(asked.hardware, asked.rates.stand_ins.values())
-    return in_total(found, stages, () if which == "lower" else holds_for(stages))
+    return in_total(value, stages, () if which == "lower" else holds_for(stages))
 
 
-def in_total(found: Poly, stages: Sequence[DeviceQuestion], more: Sequence[Validity] = ()) -> Formula:
+def in_total(value: Poly, stages: Sequence[DeviceQuestion], conditions: Sequence[Validity] = ()) -> Formula:
     """Return the time of all stages as a float, or as a formula while a name is unbound."""
-    held = (*(v for asked in stages for v in asked.values.held), *more)
-    return answer(found, held) if found.constant is None else real(Fraction(found.constant))
+    validity = (*(v for asked in stages for v in asked.values.held), *conditions)
+    return answer(value, validity) if value.constant is None else real(Fraction(value.constant))
 
 
 def stages_asked(
@@ -930,44 +947,47 @@ def stages_asked(
     """Return each pipeline stage on its device with its sizes; other graphs as a single stage."""
     if not graph.parts:
         return [ask(graph, hardware, fallback, dims, question, hierarchical=hierarchical, network=network)]
-    parts = [(g, {k: n for k, n in dims.items() if k in known_names(g)}) for g, _ in of_stages(graph, dims)]
-    return [ask(g, hardware, fallback, own, question, hierarchical=hierarchical, network=network) for g, own in parts]
+    stage_sizes = [(g, {k: n for k, n in dims.items() if k in known_names(g)}) for g, _ in of_stages(graph, dims)]
+    return [
+        ask(g, hardware, fallback, bound, question, hierarchical=hierarchical, network=network)
+        for g, bound in stage_sizes
+    ]
 
 
 def least(stages: Sequence[DeviceQuestion]) -> Poly:
     """Return the lower bound in seconds; for several stages, of the busiest one."""
-    first = _knows(stages[0]) if stages[0].graph.waiting is not None else None
-    many = first.micro_batches if first is not None and first.schedule == FORWARD else ONE
-    return many * most((lower_bound(asked) for asked in stages), stages[0].graph.root.relations)
+    first = _bound_facts(stages[0]) if stages[0].graph.waiting is not None else None
+    batches = first.micro_batches if first is not None and first.schedule == FORWARD else ONE
+    return batches * most((lower_bound(asked) for asked in stages), stages[0].graph.root.relations)
 
 
 def as_declared(stages: Sequence[DeviceQuestion], overlap: str) -> Poly:
     """Return the estimate: a sum over ops as declared, for a pipeline with bubbles and sends."""
-    return _overlapping(stages, overlap, _declared, _declared_beside)
+    return _overlapping(stages, overlap, _declared, _declared_overlapped)
 
 
 def _overlapping(
     stages: Sequence[DeviceQuestion],
     overlap: str,
-    alone_timing: Timing,
-    beside_timing: Callable[[DeviceQuestion, str], Poly],
+    exposed_timing: Timing,
+    overlapped_timing: Callable[[DeviceQuestion, str], Poly],
 ) -> Poly:
     """Return the time of all stages, combining times without overlap and with `overlap`."""
     if len(stages) == 1:
-        return beside_timing(stages[0], overlap)
+        return overlapped_timing(stages[0], overlap)
     if overlap == "none":
-        return of_pipeline(stages, alone_timing)
-    taken = dict[Graph, Poly]()
+        return of_pipeline(stages, exposed_timing)
+    ratios = dict[Graph, Poly]()
     for asked in stages:
         asked.need_numbers(f"overlap {overlap!r} in a pipeline")
-        rest = replace(asked, works=[w for w in asked.works if not between(w)])
-        sent = alone_timing(replace(asked, works=[w for w in asked.works if between(w)]))  # always exposed
-        alone, beside = alone_timing(rest), beside_timing(rest, overlap)
-        taken[asked.graph] = (beside + sent) / (alone + sent) if alone else ONE
-    return of_pipeline(stages, lambda part: alone_timing(part) * taken[part.graph])
+        local = replace(asked, works=[w for w in asked.works if not crosses_stages(w)])
+        sends = exposed_timing(replace(asked, works=[w for w in asked.works if crosses_stages(w)]))  # always exposed
+        exposed, overlapped = exposed_timing(local), overlapped_timing(local, overlap)
+        ratios[asked.graph] = (overlapped + sends) / (exposed + sends) if exposed else ONE
+    return of_pipeline(stages, lambda stage: exposed_timing(stage) * ratios[stage.graph])
 
 
-def between(work: Work) -> bool:
+def crosses_stages(work: Work) -> bool:
     """Whether it is communication between pipeline stages."""
     return isinstance(work.op.kind, Collective | Send) and work.op.kind.axis == "pp"
 
@@ -976,70 +996,72 @@ def _declared(asked: DeviceQuestion) -> Poly:
     return estimate([spent(w, asked) for w in asked.works], asked.graph.root.relations)
 
 
-def _declared_beside(asked: DeviceQuestion, overlap: str) -> Poly:
-    return together([spent(w, asked) for w in asked.works], asked, overlap)
+def _declared_overlapped(asked: DeviceQuestion, overlap: str) -> Poly:
+    return overlapped_time([spent(w, asked) for w in asked.works], asked, overlap)
 
 
 def of_pipeline(stages: Sequence[DeviceQuestion], timing: Timing) -> Poly:
     """Return the seconds per pipeline step, from one stage of each kind."""
-    facts = [_knows(asked) for asked in stages]
-    known = stages[0].graph.root.relations
-    send = most([time for asked in stages for time in _sends(asked)], known)
+    facts = [_bound_facts(asked) for asked in stages]
+    relations = stages[0].graph.root.relations
+    send = most([time for asked in stages for time in _sends(asked)], relations)
     if facts[0].schedule == FORWARD:
-        return of_batches(facts, [timing(asked) for asked in stages], send, known)
+        return inference_pipeline_seconds(facts, [timing(asked) for asked in stages], send, relations)
     shares = [shares_of(asked, timing, facts[0].micro_batches) for asked in stages]
-    return of_shares(facts, shares, send, known)
+    return pipeline_seconds(facts, shares, send, relations)
 
 
 def holds_for(stages: Sequence[DeviceQuestion]) -> tuple[Validity, ...]:
     """Return the conditions on a pipeline's time: open sizes of 1F1B with unequal stages."""
-    facts = _knows(stages[0]) if len(stages) > 1 else None
+    facts = _bound_facts(stages[0]) if len(stages) > 1 else None
     if facts is None or facts.schedule != "1f1b":
         return ()
-    over = facts.micro_batches - 2 * facts.stages
-    place = "micro-batches beyond two for each stage, from which on the time of stages that differ has this form,"
-    asked = Condition(over, place, 0, True, frozenset(over.names()))
-    return (Validity(Conditions((), (asked,))),) if over.names() else ()
+    excess = facts.micro_batches - 2 * facts.stages
+    place = "number of micro-batches beyond two per stage (this formula requires two)"
+    asked = Condition(excess, place, 0, True, frozenset(excess.names()))
+    return (Validity(Conditions((), (asked,))),) if excess.names() else ()
 
 
-def _knows(asked: DeviceQuestion) -> InFlightMicroBatches:
+def _bound_facts(asked: DeviceQuestion) -> InFlightMicroBatches:
     """Return the pipeline facts of a stage with sizes bound."""
-    known, values = asked.graph.waiting, asked.values
-    assert known is not None
+    facts, values = asked.graph.waiting, asked.values
+    assert facts is not None
     return replace(
-        known, stages=known.stages.bind(values), micro_batches=known.micro_batches.bind(values),
-        alike=known.alike.bind(values), ranks=tuple((a.bind(values), b.bind(values)) for a, b in known.ranks),
+        facts, stages=facts.stages.bind(values), micro_batches=facts.micro_batches.bind(values),
+        alike=facts.alike.bind(values), ranks=tuple((a.bind(values), b.bind(values)) for a, b in facts.ranks),
     )  # fmt: skip
 
 
 def shares_of(asked: DeviceQuestion, timing: Timing, m: Poly) -> StageSeconds:
     """Return the times of one pipeline stage in a step with `m` micro-batches."""
     assert asked.graph.waiting is not None
-    parts: dict[str, list[Work]] = {name: [] for name in StageSeconds._fields}
-    for work, part in zip(asked.works, by_pass(asked, asked.graph.waiting.schedule), strict=True):
-        parts[part].append(work)
-    forward, back, weights, once = (timing(replace(asked, works=part)) if part else ZERO for part in parts.values())
-    return StageSeconds(forward / m, back / m, weights / m, once)
+    works_by_pass: dict[str, list[Work]] = {name: [] for name in StageSeconds._fields}
+    for work, pass_name in zip(asked.works, by_pass(asked, asked.graph.waiting.schedule), strict=True):
+        works_by_pass[pass_name].append(work)
+    forward, back, weights, once_seconds = (
+        timing(replace(asked, works=works)) if works else ZERO for works in works_by_pass.values()
+    )
+    return StageSeconds(forward / m, back / m, weights / m, once_seconds)
 
 
 def by_pass(asked: DeviceQuestion, schedule: str) -> Iterator[str]:
     """Yield the pass that each work in a stage belongs to, as a field name of `StageSeconds`."""
-    apart = schedule not in ("gpipe", "1f1b", "interleaved")
+    splits_backward = schedule not in ("gpipe", "1f1b", "interleaved")
     graphs = asked.graph.bodies()
-    late = {op for g in graphs if is_pass(g) or g is asked.graph for op in behind(g)} if apart else set()
+    late = {op for g in graphs if is_pass(g) or g is asked.graph for op in behind(g)} if splits_backward else set()
     return (when(work.op, late) for work in asked.works)
 
 
 def when(op: Op, late: Collection[Op] = ()) -> str:
     """Return the pass that an op belongs to, or "once" if it runs once per step."""
-    root, alone = op.graph.root, _reduces(op)
+    root, only_reduces = op.graph.root, _reduces(op)
     while op.graph is not root and not is_pass(op.graph):
         assert op.graph.owner is not None
         op = op.graph.owner
-        alone = alone and (op.graph is root or not is_pass(op.graph))
+        only_reduces = only_reduces and (op.graph is root or not is_pass(op.graph))
     passes = op.graph is not root and is_pass(op.graph)
     several = any(is_pass(o.loop.body) for o in root.ops if o.loop)
-    if op.phase == "optimizer" or (not passes and (several or alone)):
+    if op.phase == "optimizer" or (not passes and (several or only_reduces)):
         return "once"
     return "forward" if op.phase == "forward" else "weights" if op in late else "backward"
 
@@ -1068,8 +1090,8 @@ def _need_calibrated(asked: DeviceQuestion) -> None:
     """Raise for graphs without a calibrated time."""
     question = "seconds, calibrated,"
     if asked.levels:
-        raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: hierarchical=True, expected False: what a "
-                               "cache attains is in the terms")  # fmt: skip
+        raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: hierarchical=True, expected False, since "
+                               "the calibration includes caches")  # fmt: skip
     asked.need_numbers(question)
     for work in asked.works:
         work.seconds(asked.rates)  # raises if a rate is missing
@@ -1077,36 +1099,40 @@ def _need_calibrated(asked: DeviceQuestion) -> None:
 
 def _calibrated(asked: DeviceQuestion) -> Poly:
     """Return the calibrated seconds without overlap, for bound sizes."""
-    return poly(sum(_seen(asked), Fraction(0)))
+    return poly(sum(_calibrated_times(asked), Fraction(0)))
 
 
-def _calibrated_beside(asked: DeviceQuestion, overlap: str) -> Poly:
+def _calibrated_overlapped(asked: DeviceQuestion, overlap: str) -> Poly:
     """Return the calibrated seconds with overlapping collectives."""
     if overlap == "none":
         return _calibrated(asked)
-    times = [[(poly(found), "calibrated")] for found in _seen(asked)]
-    return together(times, asked, overlap)
+    times = [[(poly(seconds_of_op), "calibrated")] for seconds_of_op in _calibrated_times(asked)]
+    return overlapped_time(times, asked, overlap)
 
 
-def _seen(asked: DeviceQuestion) -> list[Fraction]:
+def _calibrated_times(asked: DeviceQuestion) -> list[Fraction]:
     """Return the calibrated time of each op.
 
     Links between devices and hosts are not calibrated: their ops take the estimated time. A kernel with ring sends
     takes the larger of its own time and the time of its sends.
     """
-    apart = [bool(work.collective) or work.unit == "host" for work in asked.works]
-    loads = [load_of(w, asked.values) for w, away in zip(asked.works, apart, strict=True) if not away and w.times]
+    uncalibrated = [bool(work.collective) or work.unit == "host" for work in asked.works]
+    loads = [
+        load_of(w, asked.values)
+        for w, is_uncalibrated in zip(asked.works, uncalibrated, strict=True)
+        if not is_uncalibrated and w.times
+    ]
     measured = iter(shipped().times(loads, asked.rates))
-    known, found = asked.graph.root.relations, list[Fraction]()
-    for work, away in zip(asked.works, apart, strict=True):
+    relations, out = asked.graph.root.relations, list[Fraction]()
+    for work, is_uncalibrated in zip(asked.works, uncalibrated, strict=True):
         if not work.times:
-            found.append(Fraction(0))
-        elif away:
-            found.append(Fraction(exact(largest(spent(work, asked), known))))
+            out.append(Fraction(0))
+        elif is_uncalibrated:
+            out.append(Fraction(exact(largest(spent(work, asked), relations))))
         else:
-            taken = Fraction(next(measured))
-            found.append(max(taken, Fraction(exact(_of_links(asked, work)))) if work.rings else taken)
-    return found
+            own_seconds = Fraction(next(measured))
+            out.append(max(own_seconds, Fraction(exact(_of_links(asked, work)))) if work.rings else own_seconds)
+    return out
 
 
 def _of_links(asked: DeviceQuestion, work: Work) -> Poly:

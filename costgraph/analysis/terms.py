@@ -62,12 +62,12 @@ def in_terms_of(formula: Formula, /, **quantities: Formula) -> Formula:
     expr = as_expr(formula)
     out: Any = plain(expr)
     values = {name: poly(plain(as_expr(q))) for name, q in quantities.items()}
-    taken = {s.name for s in out.free_symbols}.union(*(q.names() for q in values.values()))
+    names_used = {s.name for s in out.free_symbols}.union(*(q.names() for q in values.values()))
     for name, quantity in values.items():
-        if name in taken:
-            raise BindingError(f"in_terms_of: {name} is a size already, expected another name for {shown(quantity)}")
+        if name in names_used:
+            raise BindingError(f"in_terms_of: {name} is already a size; expected another name for {shown(quantity)}")
         if not quantity:
-            raise BindingError(f"in_terms_of: {name} is 0, expected a quantity that is not")
+            raise BindingError(f"in_terms_of: {name} is 0, expected a nonzero quantity")
         out = _written(out, poly(symbol(name)), quantity)
     return answer(conditioned(out, held_by(expr)))
 
@@ -75,22 +75,22 @@ def in_terms_of(formula: Formula, /, **quantities: Formula) -> Formula:
 def _written(expr: sympy.Expr, name: Poly, quantity: Poly) -> sympy.Expr:
     if isinstance(expr, Max | Min):
         owners = [Owner(o.op, o.phase, o.label) for o in expr.owners]
-        return type(expr)(*(_taken_out(poly(a), name, quantity).expr for a in expr.args), owners=owners)
-    return _taken_out(poly(expr), name, quantity).expr
+        return type(expr)(*(_factored(poly(a), name, quantity).expr for a in expr.args), owners=owners)
+    return _factored(poly(expr), name, quantity).expr
 
 
-def _taken_out(p: Poly, name: Poly, quantity: Poly) -> Poly:
+def _factored(p: Poly, name: Poly, quantity: Poly) -> Poly:
     """Return `p` with multiples of `quantity` replaced by `name`."""
     out, inverses = p, [tuple((k, -e) for k, e in m) for m in quantity.terms]
     factors = {times(m, inverse) for m in p.terms for inverse in inverses}
     for factor in sorted(factors, key=lambda m: (-sum(e for _, e in m), m)):
-        many = _many(out, factor, quantity) if all(e > 0 for _, e in factor) else 0
-        if many:
-            out += Poly({factor: many}) * (name - quantity)
+        multiple = _multiple_of(out, factor, quantity) if all(e > 0 for _, e in factor) else 0
+        if multiple:
+            out += Poly({factor: multiple}) * (name - quantity)
     return out
 
 
-def _many(p: Poly, factor: Monomial, quantity: Poly) -> Rational:
+def _multiple_of(p: Poly, factor: Monomial, quantity: Poly) -> Rational:
     """Return how often `factor * quantity` can be taken out."""
     ratios = [Fraction(p.terms.get(times(m, factor), 0)) / c for m, c in quantity.terms.items()]
     if quantity.constant is not None:

@@ -172,9 +172,9 @@ def _least(constraints: Sequence[_Constraint], s: Sequence[Fraction]) -> list[di
         t = solved([r for r, _ in chosen], [lack for _, lack in chosen])
         if t is None or min(t) < 0 or any(sum(a * x for a, x in zip(r, t, strict=True)) < lack for r, lack in rows):
             continue
-        found = dict(zip(names, t, strict=True))
-        if found not in out:
-            out.append(found)
+        vertex = dict(zip(names, t, strict=True))
+        if vertex not in out:
+            out.append(vertex)
     return out
 
 
@@ -194,17 +194,17 @@ def _better(a: Exponents, b: Exponents) -> bool:
     return a.total <= b.total and all(t <= large.get(n, 0) for n, t in small.items())
 
 
-def _mean(found: Sequence[Exponents]) -> Exponents:
+def _mean(solutions: Sequence[Exponents]) -> Exponents:
     """Return the mean of exponents with equal total and t, which is feasible by convexity."""
-    columns = zip(*(e.arrays for e in found), strict=True)
-    return Exponents(tuple(sum(c, start=Fraction(0)) / len(found) for c in columns), found[0].indices)
+    columns = zip(*(e.arrays for e in solutions), strict=True)
+    return Exponents(tuple(sum(c, start=Fraction(0)) / len(solutions) for c in columns), solutions[0].indices)
 
 
-def feasible(names: Sequence[str], accesses: Sequence[Access], found: Exponents) -> bool:
+def feasible(names: Sequence[str], accesses: Sequence[Access], candidate: Exponents) -> bool:
     """Whether exponents satisfy all constraints for the given index maps."""
-    t = dict(found.indices)
+    t = dict(candidate.indices)
     return all(
-        c.lack(found.arrays) <= sum(t.get(n, 0) * a for n, a in c.indices)
+        c.lack(candidate.arrays) <= sum(t.get(n, 0) * a for n, a in c.indices)
         for group in _groups(names, accesses)
         for c in _constraints_of(group, accesses)
     )
@@ -220,15 +220,15 @@ def exponents(names: tuple[str, ...], accesses: tuple[Access, ...]) -> tuple[tup
     if not 0 < len(accesses) <= _MOST_ARRAYS:
         return ()
     by_group = [list(_constraints_of(group, accesses)) for group in _groups(names, accesses)]
-    found: dict[tuple[Fraction, tuple[tuple[str, Fraction], ...]], list[Exponents]] = {}
+    groups: dict[tuple[Fraction, tuple[tuple[str, Fraction], ...]], list[Exponents]] = {}
     for s in dict.fromkeys(_starts([c for group in by_group for c in group], len(accesses))):
         choices = [_least(group, s) for group in by_group]
         for picked, _ in zip(product(*choices), range(_MOST_CHOICES), strict=False):
             t = _joined(picked)
-            found.setdefault((sum(s, start=Fraction(0)), t), []).append(Exponents(s, t))
-    firsts = [sets[0] for sets in found.values()]
-    kept = [e for e in firsts if e.total > 1 and not any(_better(o, e) for o in firsts if o is not e)]
-    sets = [found[e.total, e.indices] for e in kept]
+            groups.setdefault((sum(s, start=Fraction(0)), t), []).append(Exponents(s, t))
+    firsts = [sets[0] for sets in groups.values()]
+    undominated = [e for e in firsts if e.total > 1 and not any(_better(o, e) for o in firsts if o is not e)]
+    sets = [groups[e.total, e.indices] for e in undominated]
     return tuple((*each, _mean(each)) if len(each) > 1 else tuple(each) for each in sets)
 
 
@@ -293,8 +293,8 @@ class Nest:
 
 def moved_once(op: Op) -> Poly:
     """Return the bytes that an op accesses, moving each element once."""
-    parts = [a * t.element_bytes() for t, a in zip(op.operands, op.kind.reads(op), strict=False)]
-    return total([*parts, *(a * t.element_bytes() for t, a in zip(op.results, op.kind.writes(op), strict=False))])
+    read_bytes = [a * t.element_bytes() for t, a in zip(op.operands, op.kind.reads(op), strict=False)]
+    return total([*read_bytes, *(a * t.element_bytes() for t, a in zip(op.results, op.kind.writes(op), strict=False))])
 
 
 def nest_of(op: Op) -> Nest:
@@ -324,14 +324,14 @@ def contraction_nest(op: Op, kind: Einsum) -> Nest:
 
 def _rows(dims: Iterable[Axes | Affine], extents: dict[str, Poly]) -> Access:
     """Return the distinct indices of axes."""
-    found: list[Row] = []
+    rows: list[Row] = []
     for dim in dims:
         if isinstance(dim, Axes):
-            found += [((name, 1),) for name in dim.names if name in extents]
+            rows += [((name, 1),) for name in dim.names if name in extents]
         else:
             terms = tuple((name, factor) for name, factor in dim.terms if name in extents)
-            found += [((terms[0][0], 1),) if len(terms) == 1 else terms] if terms else []
-    return tuple(dict.fromkeys(found))
+            rows += [((terms[0][0], 1),) if len(terms) == 1 else terms] if terms else []
+    return tuple(dict.fromkeys(rows))
 
 
 def _inside(op: Op, kind: Einsum) -> Poly:
@@ -339,8 +339,8 @@ def _inside(op: Op, kind: Einsum) -> Poly:
     extents = dict(kind.extents)
     if kind.domain is not None:
         domain, query, key = kind.domain
-        others = prod((n for name, n in extents.items() if name not in (query, key)), start=ONE)
-        return others * domain.points(extents[query], extents[key], op.graph.root.relations)
+        remaining = prod((n for name, n in extents.items() if name not in (query, key)), start=ONE)
+        return remaining * domain.points(extents[query], extents[key], op.graph.root.relations)
     narrowed: set[str] = set()
     for t, dims in (*zip(op.operands, kind.pattern.operands, strict=True), (op.results[0], kind.pattern.result)):
         for dim, size in zip(dims, t.sizes, strict=True):
@@ -429,25 +429,25 @@ class Body:
         if isinstance(kind, Einsum | Reduce) and (self.all_known or _is_known(op)):
             named = [[_single(self.op, d) for d in dims] for dims in (*kind.pattern.operands, kind.pattern.result)]
         elif isinstance(kind, Pointwise | Dropout):
-            made = op.results[0]
+            output = op.results[0]
             named = [
-                [f"a{made.ndim - t.ndim + i}" if n != ONE else "" for i, n in enumerate(t.sizes)]
+                [f"a{output.ndim - t.ndim + i}" if n != ONE else "" for i, n in enumerate(t.sizes)]
                 for t in (*op.operands, *op.results)
             ]
         elif not self.all_known:
             named = [[f"{i}_{j}" for j in range(t.ndim)] for i, t in enumerate((*op.operands, *op.results))]
         else:
             raise UnsupportedError(
-                f"tiling of {self.op.name!r}: {op.name!r} is {kind.name}, expected contractions, reductions and "
-                "elementwise functions alone"
+                f"tiling of {self.op.name!r}: {op.name!r} is {kind.name}, expected only contractions, reductions and "
+                "elementwise functions"
             )
         tensors = (*op.operands, *op.results)
-        found = []
+        uses = []
         for t, names in zip(tensors, named, strict=True):
             axes = [mark + name if name and n != ONE else "" for name, n in zip(names, t.sizes, strict=True)]
             self.sizes |= {a: n for a, n in zip(axes, t.sizes, strict=True) if a}
-            found.append((self.source_of(t), axes))
-        return found[: len(op.operands)], found[len(op.operands) :]
+            uses.append((self.source_of(t), axes))
+        return uses[: len(op.operands)], uses[len(op.operands) :]
 
     def _root(self, axis: str) -> str:
         while self.parent[axis] != axis:
@@ -461,10 +461,10 @@ class Body:
         tensor multiplied with itself is read along two indices.
         """
         self.parent = {axis: axis for axis in self.sizes}
-        made: dict[Tensor, list[str]] = {}
+        axes_of: dict[Tensor, list[str]] = {}
         for _, read, written in self.uses:
             for t, axes in (*read, *written):
-                first = made.setdefault(t, axes) if operands or t not in self.outside else axes
+                first = axes_of.setdefault(t, axes) if operands or t not in self.outside else axes
                 for a, b in zip(axes, first, strict=True):
                     if a and b:
                         self.parent[self._root(a)] = self._root(b)
@@ -476,11 +476,11 @@ class Body:
 
     def nest(self) -> Nest:
         """Return the loop nest of all ops."""
-        wrong = self.joined(operands=True) and self.joined(operands=False)
-        if wrong:
+        merged = self.joined(operands=True) and self.joined(operands=False)
+        if merged:
             raise UnsupportedError(
-                f"tiling of {self.op.name!r}: {wrong.name!r} meets two axes that were one before, expected each index "
-                "of what ops hand on to be one"
+                f"tiling of {self.op.name!r}: {merged.name!r} has two axes that share an index in other ops; expected "
+                "distinct indices for the axes of an intermediate"
             )
         self.name()
         arrays: dict[tuple[Tensor, Access], Array] = {}
@@ -489,20 +489,20 @@ class Body:
                 if t in self.outside | self.outputs:
                     role = "read" if t in self.outside else "made"
                     # an expanded axis repeats the same elements
-                    own = self._rows(a for a, n in zip(axes, t.strides, strict=True) if n or role == "made")
-                    arrays.setdefault((t, own), Array(t.name, own, t.dtype.bits, role, t))
-        held = (Array(t.name, self._rows(axes), t.dtype.bits, "held", t) for t, axes in self._slots())
+                    access = self._rows(a for a, n in zip(axes, t.strides, strict=True) if n or role == "made")
+                    arrays.setdefault((t, access), Array(t.name, access, t.dtype.bits, role, t))
+        slots = (Array(t.name, self._rows(axes), t.dtype.bits, "held", t) for t, axes in self._slots())
         extents = {self.index(a): n for a, n in self.sizes.items()}
-        return Nest(self.op.name, extents, (*arrays.values(), *held), ZERO, frozenset(self._whole(frozenset(extents))))
+        return Nest(self.op.name, extents, (*arrays.values(), *slots), ZERO, frozenset(self._whole(frozenset(extents))))
 
     def name(self) -> None:
         """Name each index as in the first op that has it."""
         for axis in self.sizes:
             root, plain = self._root(axis), axis.partition(".")[2]
             if root not in self.names:
-                taken = set(self.names.values())
-                free = (n for n in (plain, *(f"{plain}{i}" for i in range(1, len(self.sizes) + 1))) if n not in taken)
-                self.names[root] = next(free)
+                used = set(self.names.values())
+                unused = (n for n in (plain, *(f"{plain}{i}" for i in range(1, len(self.sizes) + 1))) if n not in used)
+                self.names[root] = next(unused)
 
     def index(self, axis: str) -> str:
         """Return the index name of an axis."""
@@ -525,9 +525,9 @@ class Body:
                     staying.add(t)  # accumulates across blocks
                 if t in self.outputs:
                     continue
-                free = next((o for o in ends if o.sizes == t.sizes and o.dtype.bits >= t.dtype.bits), None)
-                if free is not None and not isinstance(op.kind, Einsum | Reduce):
-                    ends.remove(free)
+                reusable = next((o for o in ends if o.sizes == t.sizes and o.dtype.bits >= t.dtype.bits), None)
+                if reusable is not None and not isinstance(op.kind, Einsum | Reduce):
+                    ends.remove(reusable)
                 else:
                     yield t, axes
 
@@ -536,12 +536,12 @@ class Body:
 
         A reduction may be tiled if no kernel output has its index, by carrying partial results.
         """
-        made = self._indices(use for _, _, written in self.uses for use in written if use[0] in self.outputs)
+        output_indices = self._indices(use for _, _, written in self.uses for use in written if use[0] in self.outputs)
         for op, read, written in self.uses:
             if isinstance(op.kind, Einsum) and written[0][0] not in self.outputs:
                 yield from names - self._indices(written)
             if isinstance(op.kind, Reduce):
-                yield from (self._indices(read) - self._indices(written)) & made
+                yield from (self._indices(read) - self._indices(written)) & output_indices
 
 
 def _is_known(op: Op) -> bool:
@@ -554,7 +554,7 @@ def _is_known(op: Op) -> bool:
 
 def _single(op: Op, dim: Axes | Affine) -> str:
     if isinstance(dim, Affine) or len(dim.names) > 1:
-        raise UnsupportedError(f"tiling of kernel {op.name!r}: axis {shown(str(dim))}, expected one name an axis")
+        raise UnsupportedError(f"tiling of kernel {op.name!r}: axis {shown(str(dim))}, expected one name per axis")
     return dim.names[0] if dim.names else ""
 
 
@@ -590,9 +590,9 @@ def chains(op: Op, *, stored: bool) -> Iterator[_Chain]:
     body.name()
     outside = _outside(body, op, op.kind.changed, stored=stored)
     for tensors, names in _components(body):
-        found = _chain(body, tensors, names, outside)
-        if found is not None:
-            yield found
+        chain = _chain(body, tensors, names, outside)
+        if chain is not None:
+            yield chain
 
 
 def _is_elementwise(op: Op) -> bool:
@@ -604,15 +604,15 @@ def _outside(body: Body, op: Op, changed: Iterable[int], *, stored: bool) -> dic
 
     A sum starts in the cache and is stored as its elementwise result, which may have fewer bytes.
     """
-    over = {body.source_of(op.operands[i]) for i in changed}
-    out = {t: Fraction(t.dtype.bits, 8) for t in body.outside - over}
+    overwritten = {body.source_of(op.operands[i]) for i in changed}
+    out = {t: Fraction(t.dtype.bits, 8) for t in body.outside - overwritten}
     if stored:
-        made = {t: Fraction(t.dtype.bits, 8) for t in body.outputs}
+        stored_bytes = {t: Fraction(t.dtype.bits, 8) for t in body.outputs}
         for use, read, written in reversed(body.uses):
             for t, axes in written if _is_elementwise(use) else ():
-                same = [s for s, its in read if t in made and _indices(body, its) == _indices(body, axes)]
-                made |= {s: min(made[t], Fraction(s.dtype.bits, 8)) for s in same}
-        out |= {t: size for t, size in made.items() if t not in body.outside}
+                sources = [s for s, its in read if t in stored_bytes and _indices(body, its) == _indices(body, axes)]
+                stored_bytes |= {s: min(stored_bytes[t], Fraction(s.dtype.bits, 8)) for s in sources}
+        out |= {t: size for t, size in stored_bytes.items() if t not in body.outside}
     return out
 
 
@@ -622,16 +622,18 @@ def _indices(body: Body, axes: Iterable[str]) -> _Indices:
 
 def _components(body: Body) -> Iterator[tuple[set[Tensor], _Indices]]:
     """Yield groups of intermediates that are connected elementwise."""
-    inside = {t: _indices(body, axes) for _, read, written in body.uses for t, axes in (*read, *written)}
-    inside = {t: names for t, names in inside.items() if t not in body.outside | body.outputs and len(names) > 1}
-    together = {t: {t} for t in inside}
+    intermediates = {t: _indices(body, axes) for _, read, written in body.uses for t, axes in (*read, *written)}
+    intermediates = {
+        t: names for t, names in intermediates.items() if t not in body.outside | body.outputs and len(names) > 1
+    }
+    groups = {t: {t} for t in intermediates}
     for op, read, written in body.uses:
-        here = [t for t, _ in (*read, *written) if t in inside] if _is_elementwise(op) else []
-        for names in {inside[t] for t in here}:
-            joined = set[Tensor]().union(*(together[t] for t in here if inside[t] == names))
-            together |= dict.fromkeys(joined, joined)
-    for tensors in {id(found): found for found in together.values()}.values():
-        yield tensors, inside[next(iter(tensors))]
+        members = [t for t, _ in (*read, *written) if t in intermediates] if _is_elementwise(op) else []
+        for names in {intermediates[t] for t in members}:
+            joined = set[Tensor]().union(*(groups[t] for t in members if intermediates[t] == names))
+            groups |= dict.fromkeys(joined, joined)
+    for tensors in {id(group): group for group in groups.values()}.values():
+        yield tensors, intermediates[next(iter(tensors))]
 
 
 def _chain(body: Body, tensors: set[Tensor], names: _Indices, outside: Mapping[Tensor, Fraction]) -> _Chain | None:
@@ -649,11 +651,11 @@ def _chain(body: Body, tensors: set[Tensor], names: _Indices, outside: Mapping[T
         entries.add(nest.points / prod((sizes[n] for n in summed), start=ONE))
         for t, axes in uses:
             # an expanded axis repeats the same elements
-            own = _indices(body, (a for a, n in zip(axes, t.strides, strict=True) if n or t not in body.outside))
-            if t in outside and t not in tensors and own & names:
-                row = as_poly(outside[t]) * prod((sizes[n] for n in own - names), start=ONE)
-                rows.setdefault(own & names, {}).setdefault(t.region()[0], row)
-    storages = [key for found in rows.values() for key in found]
+            indices = _indices(body, (a for a, n in zip(axes, t.strides, strict=True) if n or t not in body.outside))
+            if t in outside and t not in tensors and indices & names:
+                row = as_poly(outside[t]) * prod((sizes[n] for n in indices - names), start=ONE)
+                rows.setdefault(indices & names, {}).setdefault(t.region()[0], row)
+    storages = [key for by_storage in rows.values() for key in by_storage]
     if len(entries) != 1 or len(set(storages)) < len(storages):  # shared storage: rows may coincide
         return None
     weight = min(Fraction(t.dtype.bits, 8) for t in tensors)
@@ -679,15 +681,15 @@ def of_chain(chain: _Chain, cache: Poly) -> Iterator[Poly]:
     entries = chain.entries
     for alike in exponents(tuple(names), accesses):
         degree = alike[-1].total
-        most = prod((power(chain.extents[n], as_poly(t)) for n, t in alike[-1].indices), start=ONE)
+        max_entries = prod((power(chain.extents[n], as_poly(t)) for n, t in alike[-1].indices), start=ONE)
         for row, s in zip(indices, alike[-1].arrays, strict=True):
             if s:
-                most *= power(as_poly(s / degree) / chain.rows[row], as_poly(s))
+                max_entries *= power(as_poly(s / degree) / chain.rows[row], as_poly(s))
         more = degree - 1
-        part = cache / more
-        done = most * power(part * degree, as_poly(degree))
-        yield smaller(part * entries / done, entries * (chain.weight / degree)) - part
-        equal = power(most * chain.weight, as_poly(-1 / more))
+        share = cache / more
+        entries_done = max_entries * power(share * degree, as_poly(degree))
+        yield smaller(share * entries / entries_done, entries * (chain.weight / degree)) - share
+        equal = power(max_entries * chain.weight, as_poly(-1 / more))
         yield at_least_zero(equal - cache) * (entries * chain.weight / equal - 1)
 
 
@@ -749,8 +751,8 @@ class Loops:
         summed = {n for a in nest.arrays for row in a.access if len(row) > 1 for n, _ in row}
         alike: dict[object, list[str]] = {}
         for name in nest.extents:
-            own = name if name in summed else tuple(name in a.names for a in nest.arrays)
-            alike.setdefault((own, name in nest.whole), []).append(name)
+            membership = name if name in summed else tuple(name in a.names for a in nest.arrays)
+            alike.setdefault((membership, name in nest.whole), []).append(name)
         self.nest = nest
         self.axes = tuple(
             Axis(tuple(names), prod((nest.extents[n] for n in names), start=ONE), names[0] in nest.whole)
@@ -766,7 +768,7 @@ class Loops:
         places = [i for row in rows for i, _ in row]
         if len(set(places)) < len(places):
             raise UnsupportedError(
-                f"tiling of {self.nest.name!r}: {array.name!r} has one index in two axes, expected each index in one"
+                f"tiling of {self.nest.name!r}: {array.name!r} has one index in two axes, expected one axis per index"
             )
         return tuple(_Row(row, self._dense(row)) for row in rows)
 
@@ -799,9 +801,11 @@ class Loops:
         out: Any = 1
         for row in self._of[array]:
             if row.dense:  # sum over blocks of (sum of factor * (length - 1), plus 1)
-                others = {i: prod((rounds[j] for j, _ in row.terms if j != i), start=1) for i, _ in row.terms}
+                other_rounds = {i: prod((rounds[j] for j, _ in row.terms if j != i), start=1) for i, _ in row.terms}
                 blocks = prod((rounds[i] for i, _ in row.terms), start=1)
-                out = out * (sum(factor * (extents[i] - rounds[i]) * others[i] for i, factor in row.terms) + blocks)
+                out = out * (
+                    sum(factor * (extents[i] - rounds[i]) * other_rounds[i] for i, factor in row.terms) + blocks
+                )
             else:
                 for i, _ in row.terms:
                     out = out * extents[i]
@@ -816,11 +820,11 @@ class Loops:
 
     def visits(self, array: Array, order: Sequence[int], cut: Sequence[bool], rounds: Sequence[Any]) -> Any:
         """Return how often a block enters the cache."""
-        own = self._own[array]
-        inner = max((at for at, i in enumerate(order) if i in own and cut[i]), default=0)
+        indices = self._own[array]
+        inner = max((position for position, i in enumerate(order) if i in indices and cut[i]), default=0)
         out: Any = 1
         for i in order[:inner]:
-            if i not in own and cut[i]:
+            if i not in indices and cut[i]:
                 out = out * rounds[i]
         return out
 
@@ -839,11 +843,12 @@ class Loops:
 
         The innermost loops are then those that the first array lacks, which stays in the cache meanwhile.
         """
-        own, places = self._own, range(len(self.axes))
+        indices, places = self._own, range(len(self.axes))
         arrays = list(self.nest.moved)[:4]
         return list(
             dict.fromkeys(
-                tuple(sorted(places, key=lambda i: [i not in own[a] for a in turn])) for turn in permutations(arrays)
+                tuple(sorted(places, key=lambda i: [i not in indices[a] for a in turn]))
+                for turn in permutations(arrays)
             )
         )
 
@@ -895,17 +900,17 @@ def chosen(
 
 
 def _block(loops: Loops, cuts: Sequence[str], extents: Sequence[Any], cache: Any) -> tuple[Any, Any]:
-    most = degree(loops, cuts)
-    least = loops.footprint([np.float64(s) + 0 * cache for s in block_sizes(cuts, 1.0, extents)])
-    if most == 0:
-        return np.ones_like(cache), least <= cache
-    if most > 2:
-        block = np.floor((cache / least) ** (1 / most) + 1e-12)
+    exponent = degree(loops, cuts)
+    smallest = loops.footprint([np.float64(s) + 0 * cache for s in block_sizes(cuts, 1.0, extents)])
+    if exponent == 0:
+        return np.ones_like(cache), smallest <= cache
+    if exponent > 2:
+        block = np.floor((cache / smallest) ** (1 / exponent) + 1e-12)
     else:
         c, b, a = coefficients(loops, cuts, extents, 1.0)
         room = np.maximum(cache - c, 0)
-        block = np.floor((np.sqrt(b * b + 4 * a * room) - b) / (2 * a) if most == 2 else room / b)
-    return np.maximum(block, 1), least <= cache
+        block = np.floor((np.sqrt(b * b + 4 * a * room) - b) / (2 * a) if exponent == 2 else room / b)
+    return np.maximum(block, 1), smallest <= cache
 
 
 def exact(loops: Loops, order: Sequence[int], sizes: Sequence[int], extents: Sequence[int]) -> int:
@@ -921,8 +926,8 @@ def grown(
     """Return locally optimal block lengths, and the bits that they move."""
     best, moved = list(sizes), exact(loops, order, sizes, extents)
     for _ in range(_MOST_CHANGES * 64 // max(64, cache.bit_length())):  # big integers are slow
-        found = ((exact(loops, order, new, extents), new) for new in _changed(loops, best, extents, cache))
-        better = next(((less, new) for less, new in found if less * 1024 < moved * 1023), None)
+        candidates = ((exact(loops, order, new, extents), new) for new in _changed(loops, best, extents, cache))
+        better = next(((bits, new) for bits, new in candidates if bits * 1024 < moved * 1023), None)
         if better is None:
             break
         moved, best = better
@@ -934,11 +939,11 @@ def _changed(loops: Loops, sizes: list[int], extents: Sequence[int], cache: int)
     for i in free:
         s, n = sizes[i], extents[i]
         for length in sorted({x for x in (n, 2 * s, s + 1, s, s - 1, s // 2, 1) if 1 <= x <= n}, reverse=True):
-            for other in free:
+            for second in free:
                 trial = [*sizes[:i], length, *sizes[i + 1 :]]
-                made = trial if other == i else _filled(loops, trial, other, extents, cache)
-                if loops.footprint(made) <= cache:
-                    yield made
+                blocks = trial if second == i else _filled(loops, trial, second, extents, cache)
+                if loops.footprint(blocks) <= cache:
+                    yield blocks
 
 
 def _filled(loops: Loops, sizes: list[int], i: int, extents: Sequence[int], cache: int) -> list[int]:
@@ -961,13 +966,13 @@ _GIVEN = frozenset({"input", "param", "buffer"})
 
 def proved(op: Op, cache: Poly) -> list[Poly]:
     """Return lower bounds on an op's traffic: bytes accessed, and bounds from limited reuse in a cache."""
-    parts = [moved_once(op)]
+    bounds = [moved_once(op)]
     if isinstance(op.kind, Einsum):
-        parts += _of_points(contraction_nest(op, op.kind), cache)
+        bounds += _of_points(contraction_nest(op, op.kind), cache)
     if isinstance(op.kind, Kernel):
-        parts += (p for nest in products_inside(op, op.kind) for p in _handed_on(nest, cache))
-        parts += (p for chain in chains(op, stored=True) for p in of_chain(chain, cache))
-    return parts
+        bounds += (p for nest in products_inside(op, op.kind) for p in _of_intermediate(nest, cache))
+        bounds += (p for chain in chains(op, stored=True) for p in of_chain(chain, cache))
+    return bounds
 
 
 def least_traffic(op: Op, cache: Poly, values: Bindings) -> Poly:
@@ -996,21 +1001,21 @@ def unavoidable(graph: Graph, cache: Poly) -> list[Poly]:
         if not all(t.storage.role in _GIVEN for t in op.operands):
             continue
         if isinstance(op.kind, Kernel):
-            out += [p for nest in products_inside(op, op.kind) for p in _handed_on(nest, cache)]
+            out += [p for nest in products_inside(op, op.kind) for p in _of_intermediate(nest, cache)]
             out += [p for chain in chains(op, stored=False) for p in of_chain(chain, cache)]
         elif isinstance(op.kind, Einsum) and len(op.operands) == 2:
             nest = contraction_nest(op, op.kind)
             if nest.is_plain:  # convolutions have algorithms with fewer multiplications
                 stored = any(t is op.results[0] for t in graph.outputs)
-                out += _of_points(nest, cache) if stored else _handed_on(nest, cache)
+                out += _of_points(nest, cache) if stored else _of_intermediate(nest, cache)
     return list(dict.fromkeys(out))
 
 
-def largest(parts: Sequence[Poly]) -> Poly:
+def largest(values: Sequence[Poly]) -> Poly:
     """Return the maximum of formulas, or the largest number, including roots."""
-    if all(not p.names() for p in parts):
-        return max(parts, key=lambda p: sympy.N(p.expr, 30))
-    return poly(Max(*(p.expr for p in parts)))
+    if all(not p.names() for p in values):
+        return max(values, key=lambda p: sympy.N(p.expr, 30))
+    return poly(Max(*(p.expr for p in values)))
 
 
 def _power(base: Poly | Fraction, exponent: Fraction) -> Poly:
@@ -1042,10 +1047,10 @@ def _of_points(nest: Nest, cache: Poly) -> list[Poly]:
     out = []
     for alike in exponents(tuple(nest.extents), tuple(a.access for a in nest.moved)):
         more = alike[0].total - 1
-        found = (_constant([*_shares(nest.moved, e.arrays), (more, more)]) for e in alike)
-        value, degree = max(found, key=lambda c: float(c[0]) ** (1 / c[1]))
+        constants = (_constant([*_shares(nest.moved, e.arrays), (more, more)]) for e in alike)
+        value, degree = max(constants, key=lambda c: float(c[0]) ** (1 / c[1]))
         reuse = _root(value, degree) * _power(cache, -more)
-        out.append(nest.points * _small(nest.extents, alike[0], -1) * reuse - cache / more)
+        out.append(nest.points * _index_power(nest.extents, alike[0], -1) * reuse - cache / more)
     return out
 
 
@@ -1053,11 +1058,11 @@ def _root(value: Fraction, degree: int) -> Poly:
     return _power(value, Fraction(1, degree))
 
 
-def _small(extents: Mapping[str, Poly], found: Exponents, sign: int) -> Poly:
-    return prod((_power(extents[n], sign * t) for n, t in found.indices), start=ONE)
+def _index_power(extents: Mapping[str, Poly], solution: Exponents, sign: int) -> Poly:
+    return prod((_power(extents[n], sign * t) for n, t in solution.indices), start=ONE)
 
 
-def _handed_on(nest: Nest, cache: Poly) -> Iterator[Poly]:
+def _of_intermediate(nest: Nest, cache: Poly) -> Iterator[Poly]:
     """Yield bounds for a contraction of kernel inputs whose result stays inside the kernel.
 
     Result elements may be produced and consumed without loads or stores. Divide the schedule into phases that load and
@@ -1069,21 +1074,21 @@ def _handed_on(nest: Nest, cache: Poly) -> Iterator[Poly]:
     least M*V/(complete + partial) - M bytes (derived; for attention N**2*d**2/M times 1/(1 + sqrt(3)*d/sqrt(M))
     elements, of the order proved by Saha and Ye 2024).
     """
-    *read, made = nest.arrays
-    kept = made.names
-    rows = tuple(tuple(r for r in a.access if {n for n, _ in r} <= kept) for a in read)
-    whole = exponents(tuple(n for n in nest.extents if n in kept), rows)
-    part = exponents(tuple(nest.extents), tuple(a.access for a in nest.arrays))
-    for one in whole:
-        for some in part:
-            complete = _most(read, one[-1].arrays, cache) * _small(nest.extents, one[-1], 1)
+    *inputs, result = nest.arrays
+    result_names = result.names
+    rows = tuple(tuple(r for r in a.access if {n for n, _ in r} <= result_names) for a in inputs)
+    complete_exponents = exponents(tuple(n for n in nest.extents if n in result_names), rows)
+    nest_exponents = exponents(tuple(nest.extents), tuple(a.access for a in nest.arrays))
+    for alike in complete_exponents:
+        for some in nest_exponents:
+            complete = _most(inputs, alike[-1].arrays, cache) * _index_power(nest.extents, alike[-1], 1)
             for name, n in nest.extents.items():
-                if name not in kept:  # L_r positions per row of an operand with this index
-                    shared = (x for a, x in zip(read, one[-1].arrays, strict=True) if name in a.names)
+                if name not in result_names:  # L_r positions per row of an operand with this index
+                    shared = (x for a, x in zip(inputs, alike[-1].arrays, strict=True) if name in a.names)
                     complete = complete * _power(n, 1 - sum(shared, start=Fraction(0)))
             *s, last = some[-1].arrays
-            partial = _most(read, s, cache) * _small(nest.extents, some[-1], 1)
-            partial = partial * _root(*_constant([(3 / made.weight, last)])) * _power(cache, last)
+            partial = _most(inputs, s, cache) * _index_power(nest.extents, some[-1], 1)
+            partial = partial * _root(*_constant([(3 / result.weight, last)])) * _power(cache, last)
             yield cache * nest.points / (complete + partial) - cache
 
 
@@ -1259,7 +1264,7 @@ def tiling(op: Op, /, *, cache: object, **dims: int) -> Tiling:
     Max(12*N**2, -2*M + 16*N**3/sqrt(M))
     """
     if not isinstance(op, Op):
-        raise GraphError(f"tiling of {type(op).__name__}, expected an op: a contraction, or a kernel of some")
+        raise GraphError(f"tiling of {type(op).__name__}, expected a contraction or a kernel of contractions")
     size = cache_bytes("tiling", op.graph, cache)
     values = bindings(op.graph.root, dims)
     bound = bound_answer(largest([p.bind(values) for p in proved(op, size)]), values)
@@ -1272,25 +1277,28 @@ def tiling(op: Op, /, *, cache: object, **dims: int) -> Tiling:
     return Tiling(op.name, answer(size), bound, tuple(tiles))
 
 
-def _too_small(op: Op, size: object, least: object) -> BindingError:
+def _too_small(op: Op, size: object, required: object) -> BindingError:
     return BindingError(
-        f"tiling of {op.name!r}: cache of {size} bytes, expected {least} at least: one element of each array"
+        f"tiling of {op.name!r}: cache of {size} bytes, expected at least {required}: one element of each array"
     )
 
 
 def _in_numbers(op: Op, loops: Loops, extents: list[int], cache: int) -> Tile:
     """Return the schedule with the least traffic, optimizing its blocks."""
     # select schedules in floats, then evaluate them in integers
-    at = [np.array([float(min(n, _LARGEST))]) for n in extents]
-    found = sorted(
-        ((float(m[0]), i, s) for i, (s, m) in enumerate(chosen(loops, at, np.array([8.0 * min(cache, _LARGEST)])))),
+    extents_array = [np.array([float(min(n, _LARGEST))]) for n in extents]
+    ranked = sorted(
+        (
+            (float(m[0]), i, s)
+            for i, (s, m) in enumerate(chosen(loops, extents_array, np.array([8.0 * min(cache, _LARGEST)])))
+        ),
         key=lambda item: item[:2],
     )
-    least = loops.footprint([n if axis.whole else 1 for n, axis in zip(extents, loops.axes, strict=True)])
-    if least > 8 * cache:
-        raise _too_small(op, cache, -(-least // 8))
+    smallest = loops.footprint([n if axis.whole else 1 for n, axis in zip(extents, loops.axes, strict=True)])
+    if smallest > 8 * cache:
+        raise _too_small(op, cache, -(-smallest // 8))
     best: tuple[Any, ...] | None = None
-    for _, _, schedule in found[:_STARTS]:
+    for _, _, schedule in ranked[:_STARTS]:
         start = [min(s, n) for s, n in zip(block_sizes(schedule.cuts, 1, extents), extents, strict=True)]
         if loops.footprint(start) > 8 * cache:
             continue
@@ -1300,7 +1308,7 @@ def _in_numbers(op: Op, loops: Loops, extents: list[int], cache: int) -> Tile:
     assert best is not None
     moved, order, sizes = best
     names = [str(axis) for axis in loops.axes]
-    bits = (loops.footprint(sizes), moved, least)
+    bits = (loops.footprint(sizes), moved, smallest)
     blocks = {names[i]: sizes[i] for i in order}
     return Tile(tuple(blocks), blocks, *(answer(poly(n) / 8) for n in bits))
 
@@ -1312,45 +1320,45 @@ def _in_formulas(op: Op, loops: Loops, extents: list[Poly], cache: Poly, values:
     room = cache.names() - set().union(*(n.names() for n in extents))
     # lengths both above and below those that fit
     longest = 13.0 if cache.constant is None else max(13.0, int(cache.constant).bit_length() / 2 + 2)
-    at = {
+    samples = {
         n: np.floor(2 ** (draw.uniform(6, 26, _POINTS) if n in room else draw.uniform(0, min(longest, 40), _POINTS)))
         for n in names
     }
 
     def numbers(p: Poly) -> np.ndarray[Any, Any]:
-        mine = {n: at[n] for n in p.names()}
+        mine = {n: samples[n] for n in p.names()}
         return np.broadcast_to(np.asarray(compiled(p.expr)(**mine), dtype=float), (_POINTS,))
 
-    found = list(chosen(loops, [numbers(n) for n in extents], 8 * numbers(cache)))
-    moved = np.array([m for _, m in found])
-    return [_formulas(loops, found[i][0], extents, cache, values) for i in _few(found, moved)]
+    candidates = list(chosen(loops, [numbers(n) for n in extents], 8 * numbers(cache)))
+    moved = np.array([m for _, m in candidates])
+    return [_formulas(loops, candidates[i][0], extents, cache, values) for i in _few(candidates, moved)]
 
 
-def _few(found: Sequence[tuple[Schedule, Any]], moved: np.ndarray[Any, Any]) -> list[int]:
+def _few(candidates: Sequence[tuple[Schedule, Any]], moved: np.ndarray[Any, Any]) -> list[int]:
     """Return a few schedules that together are near the best at most points, starting with the smallest cache."""
     near = moved <= _NEAR * moved.min(axis=0)
     near &= np.isfinite(moved)
-    cuts = [sum(c == WHOLE for c in s.cuts) for s, _ in found]
+    cuts = [sum(c == WHOLE for c in s.cuts) for s, _ in candidates]
     fits = np.isfinite(moved).sum(axis=1)
-    first = max(range(len(found)), key=lambda i: (fits[i], -cuts[i], near[i].sum(), -i))
-    kept, open_ = [first], ~near[first] & np.isfinite(moved).any(axis=0)
-    while len(kept) < _MOST_TILES and open_.sum() > _POINTS // 50:
-        best = max(range(len(found)), key=lambda i: ((near[i] & open_).sum(), -cuts[i], -i))
-        kept.append(best)
-        open_ &= ~near[best]
-    return kept
+    first = max(range(len(candidates)), key=lambda i: (fits[i], -cuts[i], near[i].sum(), -i))
+    picked, uncovered = [first], ~near[first] & np.isfinite(moved).any(axis=0)
+    while len(picked) < _MOST_TILES and uncovered.sum() > _POINTS // 50:
+        best = max(range(len(candidates)), key=lambda i: ((near[i] & uncovered).sum(), -cuts[i], -i))
+        picked.append(best)
+        uncovered &= ~near[best]
+    return picked
 
 
 def _formulas(loops: Loops, schedule: Schedule, extents: list[Poly], cache: Poly, values: Bindings) -> Tile:
-    cuts, most = schedule.cuts, degree(loops, schedule.cuts)
-    least = poly(loops.footprint([poly(s) for s in block_sizes(cuts, 1, extents)])) / 8
+    cuts, exponent = schedule.cuts, degree(loops, schedule.cuts)
+    smallest = poly(loops.footprint([poly(s) for s in block_sizes(cuts, 1, extents)])) / 8
     block = ONE
-    if most > 2:
-        block = poly(sympy.floor(power(cache / least, as_poly(Fraction(1, most))).expr))
-    elif most:
+    if exponent > 2:
+        block = poly(sympy.floor(power(cache / smallest, as_poly(Fraction(1, exponent))).expr))
+    elif exponent:
         c, b, a = (poly(x) / 8 for x in coefficients(loops, cuts, extents, ONE))
         root = power(b * b + 4 * a * (cache - c), as_poly(Fraction(1, 2)))
-        block = poly(sympy.floor(((root - b) / (2 * a) if most == 2 else (cache - c) / b).expr))
+        block = poly(sympy.floor(((root - b) / (2 * a) if exponent == 2 else (cache - c) / b).expr))
     sizes = [poly(s) for s in block_sizes(cuts, block, extents)]
     rounds = [
         poly(sympy.ceiling((n / s).expr)) if cut == BLOCK else ONE if cut == WHOLE else n
@@ -1363,5 +1371,5 @@ def _formulas(loops: Loops, schedule: Schedule, extents: list[Poly], cache: Poly
         {names[i]: bound_answer(sizes[i], values) for i in schedule.order},
         bound_answer(poly(loops.footprint(sizes)) / 8, values),
         bound_answer(moved, values),
-        bound_answer(least, values),
+        bound_answer(smallest, values),
     )

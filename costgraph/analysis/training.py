@@ -53,14 +53,14 @@ def _model_poly(graph: Graph, count: str) -> Poly:
     need_choice("model_flops: count", count, _COUNTS)
     key = ("model flops", count)
     if key not in graph.cache:
-        parts = []
+        amounts = []
         for op, times, _ in executions(graph):
             amount = op.kind.flops(op).by_kind(count)["matmul"]
             if amount and _is_of_the_model(op):
-                parts.append(amount * times)
-        graph.cache[key] = total(parts)
-    found: Poly = graph.cache[key]
-    return found
+                amounts.append(amount * times)
+        graph.cache[key] = total(amounts)
+    out: Poly = graph.cache[key]
+    return out
 
 
 def model_flops(graph: Graph, /, count: str = "executed", **dims: int) -> Formula:
@@ -163,15 +163,15 @@ def step_tokens(graph: Graph, /, **dims: int) -> Formula:
 def tokens_poly(graph: Graph) -> Poly:
     """Return the tokens per step without binding sizes."""
     need_graph("step_tokens", graph)
-    whole = [t for t in graph.tensors if t.producer is None and t.role == "input" and t.dtype.kind != "float"]
-    found = {t.storage.elements for t in whole}
-    if len(found) != 1:
-        has = ", ".join(f"{t.name!r} with {t.storage.elements}" for t in whole) or "none"
+    integer_inputs = [t for t in graph.tensors if t.producer is None and t.role == "input" and t.dtype.kind != "float"]
+    counts = {t.storage.elements for t in integer_inputs}
+    if len(counts) != 1:
+        description = ", ".join(f"{t.name!r} with {t.storage.elements}" for t in integer_inputs) or "none"
         raise GraphError(
-            f"step_tokens: graph {graph.name!r} has as inputs of whole numbers {has}, expected tokens or targets, all "
-            f"with one number of elements"
+            f"step_tokens: integer inputs of graph {graph.name!r} are {description}; expected tokens or targets "
+            f"with equal numbers of elements"
         )
-    return found.pop()
+    return counts.pop()
 
 
 def goes_over(graph: Graph, batch: Poly) -> tuple[Poly, str]:
@@ -180,9 +180,9 @@ def goes_over(graph: Graph, batch: Poly) -> tuple[Poly, str]:
     Tokens are counted if all inputs are integer sequences of equal size. Images, audio, indices with dense features,
     and pairs of sequences have no single number of tokens.
     """
-    given = [t for t in graph.tensors if t.producer is None and t.role == "input"]
-    whole = all(t.dtype.kind != "float" and t.ndim > 1 for t in given)
-    tokens = given and whole and len({t.storage.elements for t in given}) == 1
+    inputs = [t for t in graph.tensors if t.producer is None and t.role == "input"]
+    all_integer = all(t.dtype.kind != "float" and t.ndim > 1 for t in inputs)
+    tokens = inputs and all_integer and len({t.storage.elements for t in inputs}) == 1
     return (tokens_poly(graph), "tokens") if tokens else (batch, "samples")
 
 
@@ -245,7 +245,7 @@ def other_formats(graph: Graph, dtype: str, /, **dims: int) -> dict[str, Formula
 def _matmul_formats(graph: Graph, **dims: int) -> dict[str, Formula]:
     """Return the executed matmul FLOPs by number format."""
     table = costs(graph, count="executed", **dims).filter(kind="matmul", direction="compute").group("dtype")
-    return {name: part.total().matmul for name, part in table.items()}
+    return {name: costs_of_format.total().matmul for name, costs_of_format in table.items()}
 
 
 def main_format(graph: Graph, /, **dims: int) -> str:
@@ -256,13 +256,15 @@ def main_format(graph: Graph, /, **dims: int) -> str:
     """
     amounts = _matmul_formats(graph, **dims)
     if not amounts:
-        raise GraphError(f"graph {graph.name!r} has no matmul, expected one: it decides which peak rate counts")
+        raise GraphError(f"graph {graph.name!r} has no matmul, expected one: its format selects the peak rate")
     if graph.root.matmul_dtype is not None:
         return graph.root.matmul_dtype
     if len(amounts) == 1:
         return next(iter(amounts))
     if any(isinstance(v, sympy.Expr) for v in amounts.values()):
-        raise BindingError(f"matmuls in {', '.join(sorted(amounts))}: expected all sizes, or dtype= to say whose peak")
+        raise BindingError(
+            f"matmuls in {', '.join(sorted(amounts))}; bind all sizes, or select a peak rate with dtype="
+        )
     return max(amounts, key=lambda name: float(amounts[name]))
 
 
@@ -275,7 +277,7 @@ def rate_of(
     device: Hardware = load_hardware(hardware)  # type: ignore[arg-type]  # refused there
     if dtype is None:
         if graph is None:
-            raise BindingError(f"{place}: dtype=None, expected a number format such as bf16, of which a peak rate is")
+            raise BindingError(f"{place}: dtype=None, expected a number format with a peak rate, such as bf16")
         dtype = main_format(graph, **dims)
     return as_expr(device.rate(dtype, fallback=fallback).value)
 
@@ -372,12 +374,14 @@ def _utilization(
     else:
         work = given(f"{place}: FLOPs", step)
         if dims:
-            raise BindingError(f"{place}: sizes {', '.join(sorted(dims))}, expected none beside FLOPs, or a graph")
+            raise BindingError(
+                f"{place}: sizes {', '.join(sorted(dims))} with a number of FLOPs; expected a graph, or no sizes"
+            )
     of_device = not isinstance(hardware, int | float | Rational | sympy.Expr)
     if graph is not None and of_device and dtype is None:
         dtype = main_format(graph, **dims)
     rate = rate_of(place, hardware, dtype, graph, dims, fallback)
-    found = answer(work / (given(f"{place}: seconds", seconds) * given(f"{place}: devices", devices) * rate))
-    if graph is None or dtype is None or not of_device or isinstance(found, sympy.Expr):
-        return found
-    return Utilization(found, dtype, float(rate), other_formats(graph, dtype, **dims))
+    ratio = answer(work / (given(f"{place}: seconds", seconds) * given(f"{place}: devices", devices) * rate))
+    if graph is None or dtype is None or not of_device or isinstance(ratio, sympy.Expr):
+        return ratio
+    return Utilization(ratio, dtype, float(rate), other_formats(graph, dtype, **dims))

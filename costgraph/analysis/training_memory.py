@@ -58,8 +58,8 @@ def _sources(graph: Graph, role: str) -> Iterator[Poly]:
 
 def _gradients(graph: Graph) -> Iterable[Poly]:
     """Return the bytes of parameter gradients, counting each storage once."""
-    kept: dict[object, Tensor] = {g.storage: g for t, g in graph.gradients.items() if t.role == "param"}
-    return [t.storage.bytes for t in kept.values()]
+    by_storage: dict[object, Tensor] = {g.storage: g for t, g in graph.gradients.items() if t.role == "param"}
+    return [t.storage.bytes for t in by_storage.values()]
 
 
 def is_step(graph: Graph) -> bool:
@@ -70,10 +70,10 @@ def is_step(graph: Graph) -> bool:
 def _parts(graph: Graph, question: str) -> tuple[Poly, Poly, Poly]:
     need_graph(question, graph)
     if not is_step(graph):
-        raise GraphError(f"{question}: graph {graph.name!r} has no gradients, expected what training_step returns")
+        raise GraphError(f"{question}: graph {graph.name!r} has no gradients; expected the result of training_step")
     if "state bytes" not in graph.cache:
-        found = total(_sources(graph, "param")), total(_gradients(graph)), total(_sources(graph, "state"))
-        graph.cache["state bytes"] = found
+        computed = total(_sources(graph, "param")), total(_gradients(graph)), total(_sources(graph, "state"))
+        graph.cache["state bytes"] = computed
     parts: tuple[Poly, Poly, Poly] = graph.cache["state bytes"]
     return parts
 
@@ -171,7 +171,7 @@ def bytes_per_param(step: Graph, /, **dims: int) -> Formula:
     >>> [cg.bytes_per_param(cg.training_step(g, precision=p)) for p in ("fp32", "bf16", "megatron-bf16")]
     [16, 12, 18]
     """
-    parts = total(_parts(step, "bytes_per_param"))
+    state_total = total(_parts(step, "bytes_per_param"))
     count = total(
         t.storage.elements * times
         for g, times in repeated_bodies(step)
@@ -181,17 +181,17 @@ def bytes_per_param(step: Graph, /, **dims: int) -> Formula:
     if not count:
         raise GraphError(f"bytes_per_param: graph {step.name!r} has no parameter, expected one")
     values = bindings(step, dims)
-    return answer(_ratio(parts.bind(values), count.bind(values)), values.held)
+    return answer(_ratio(state_total.bind(values), count.bind(values)), values.held)
 
 
 def _ratio(amount: Poly, count: Poly) -> Poly | sympy.Expr:
     """Return bytes per count, as a number plus a remainder if every term has a common ratio."""
     ratios = {Fraction(amount.terms.get(m, 0)) / c for m, c in count.terms.items()}
-    whole = next(iter(ratios)) if len(ratios) == 1 else Fraction(0)
-    rest = amount - count * whole
-    if not rest or amount.names() | count.names() == set():
+    ratio = next(iter(ratios)) if len(ratios) == 1 else Fraction(0)
+    remainder = amount - count * ratio
+    if not remainder or amount.names() | count.names() == set():
         return amount / count
-    return sympy.Rational(whole.numerator, whole.denominator) + rest.expr / count.expr
+    return sympy.Rational(ratio.numerator, ratio.denominator) + remainder.expr / count.expr
 
 
 # -- activations ---------------------------------------------------------------------------------------------------
@@ -199,28 +199,32 @@ def _ratio(amount: Poly, count: Poly) -> Poly | sympy.Expr:
 
 def _holding_gradients(graph: Graph) -> set[Storage]:
     """Return the storages of gradients, including accumulators inside loops."""
-    found: set[Tensor] = set()
-    left = list(graph.gradients.values())
-    while left:
-        t = left.pop()
-        if t in found:
+    holders: set[Tensor] = set()
+    pending = list(graph.gradients.values())
+    while pending:
+        t = pending.pop()
+        if t in holders:
             continue
-        found.add(t)
+        holders.add(t)
         op = t.producer
         if op is not None:
-            left += [o for o in op.operands if o.storage is t.storage]
+            pending += [o for o in op.operands if o.storage is t.storage]
             if op.body is not None and op.loop is not None:
-                left.append(op.body.outputs[op.results.index(t)])
-    return {t.storage for t in found}
+                pending.append(op.body.outputs[op.results.index(t)])
+    return {t.storage for t in holders}
 
 
 def _activations(graph: Graph, program: Program) -> Program:
     """Reduce a program to storages that the forward and backward pass allocate and free."""
-    kept = _holding_gradients(graph)
+    grad_storages = _holding_gradients(graph)
     late = {i for i, s in enumerate(program.steps) if s.op.phase == "optimizer"}
     steps = [replace(s, workspace=ZERO) if i in late else s for i, s in enumerate(program.steps)]
-    made = [e for e in program.lives if e.role in ("activation", "temporary") and not (e.made and e.made[0] in kept)]
-    return Program(steps, [life for life in made if life.born is not None and life.born not in late])
+    lives = [
+        e
+        for e in program.lives
+        if e.role in ("activation", "temporary") and not (e.made and e.made[0] in grad_storages)
+    ]
+    return Program(steps, [life for life in lives if life.born is not None and life.born not in late])
 
 
 def activation_memory(graph: Graph, /, **dims: int) -> Formula:
@@ -254,9 +258,9 @@ def activation_memory(graph: Graph, /, **dims: int) -> Formula:
     """
     need_graph("activation_memory", graph)
     values = bindings(graph, dims)
-    found = [(p.bind(values), owner) for p, owner in live_cases(graph, values, _activations)]
-    if all(p.constant is not None for p, _ in found):
-        return answer(max((p for p, _ in found), key=lambda p: p.constant or 0))
+    cases = [(p.bind(values), owner) for p, owner in live_cases(graph, values, _activations)]
+    if all(p.constant is not None for p, _ in cases):
+        return answer(max((p for p, _ in cases), key=lambda p: p.constant or 0))
     return answer(
-        extremum(prune(found, values.validity.known) if values else found), closed(graph, values, _activations)
+        extremum(prune(cases, values.validity.known) if values else cases), closed(graph, values, _activations)
     )

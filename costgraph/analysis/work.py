@@ -67,8 +67,8 @@ class Rates:
         """
         if kind != "matmul":
             return True
-        own = self.hardware.vector.get("fp64" if dtype == "fp64" else "fp32")
-        return own is not None and poly(own.value) == self.of(kind, dtype, highest=True)
+        vector_rate = self.hardware.vector.get("fp64" if dtype == "fp64" else "fp32")
+        return vector_rate is not None and poly(vector_rate.value) == self.of(kind, dtype, highest=True)
 
 
 def _headroom(hardware: Hardware) -> Fraction:
@@ -84,10 +84,10 @@ def _headroom(hardware: Hardware) -> Fraction:
 
 def _of_host(hardware: Hardware) -> Poly:
     """Return a device's share of its host's memory bandwidth in B/s."""
-    there = hardware.tables.get("host", {})
-    if "bandwidth" not in there:
-        raise SpecError(f"hardware {hardware.id}: host.bandwidth is missing; expected it beside a table [host]")
-    return poly(there["bandwidth"].value)
+    table = hardware.tables.get("host", {})
+    if "bandwidth" not in table:
+        raise SpecError(f"hardware {hardware.id}: host.bandwidth is missing; add it to table [host]")
+    return poly(table["bandwidth"].value)
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Work:
     def bound(self, values: Mapping[str, Poly]) -> Work:
         """Return the same work with sizes bound."""
         flops, least = (
-            {key: amount.bind(values) for key, amount in found.items()} for found in (self.flops, self.least)
+            {key: amount.bind(values) for key, amount in amounts.items()} for amounts in (self.flops, self.least)
         )
         through = tuple((p.bind(values), level) for p, level in self.through)
         return Work(self.op, self.times.bind(values), flops, self.bytes.bind(values), least, through)
@@ -140,11 +140,11 @@ class Work:
         """Return the seconds in compute and in memory (for a transfer: over its link; on the host: in host memory)."""
         if self.op.on_host:  # optimizer updates on the host are bound by its memory
             return ZERO, self.bytes / _of_host(rates.hardware)
-        parts = [amount / rates.of(kind, dtype) for (kind, dtype), amount in self.flops.items()]
+        flop_seconds = [amount / rates.of(kind, dtype) for (kind, dtype), amount in self.flops.items()]
         if self.link is not None:
             # reads and writes are one stream over the link
-            return total(parts), self.bytes / 2 / poly(rates.hardware.link(self.link).value)
-        return total(parts), self.bytes / rates.bandwidth
+            return total(flop_seconds), self.bytes / 2 / poly(rates.hardware.link(self.link).value)
+        return total(flop_seconds), self.bytes / rates.bandwidth
 
 
 def works(graph: Graph, through: tuple[Level, ...] = ()) -> list[Work]:
@@ -156,8 +156,8 @@ def works(graph: Graph, through: tuple[Level, ...] = ()) -> list[Work]:
         return _works(graph, through)
     if "works" not in graph.cache:
         graph.cache["works"] = _works(graph, ())
-    found: list[Work] = graph.cache["works"]
-    return found
+    out: list[Work] = graph.cache["works"]
+    return out
 
 
 def _works(graph: Graph, through: tuple[Level, ...]) -> list[Work]:
@@ -170,8 +170,8 @@ def _works(graph: Graph, through: tuple[Level, ...]) -> list[Work]:
             ]
             moved = total(a * t.element_bytes() for t, a in amounts) * times
             # computed here, where operands that are one tensor in a loop are known
-            parts = tuple((p * times, level) for level in through for p in parts_of_traffic(op, level.nearer))
-            out.append(Work(op, times, {}, moved, {}, parts))
+            traffic = tuple((p * times, level) for level in through for p in parts_of_traffic(op, level.nearer))
+            out.append(Work(op, times, {}, moved, {}, traffic))
         for kind, amount in op.kind.flops(op).by_kind().items():
             if amount:
                 key = (kind, compute_dtype(op))
@@ -208,8 +208,8 @@ class DeviceQuestion:
     def need_numbers(self, question: str) -> None:
         """Raise BindingError if a name is unbound, listing all of them."""
         if self.unbound:
-            left = ", ".join(self.unbound)
-            raise BindingError(f"{question} of graph {self.graph.name!r}: expected numbers, still unbound: {left}")
+            names = ", ".join(self.unbound)
+            raise BindingError(f"{question} of graph {self.graph.name!r}: expected numbers, still unbound: {names}")
 
 
 def ask(
@@ -228,25 +228,29 @@ def ask(
     values = bindings(graph, dims)
     need_other_names(graph, device, question)
     if hierarchical:
-        found = levels(device)
+        memory_levels = levels(device)
         return DeviceQuestion(
-            graph, Rates(device, fallback), values, [w.bound(values) for w in works(graph, found)], found
+            graph,
+            Rates(device, fallback),
+            values,
+            [w.bound(values) for w in works(graph, memory_levels)],
+            memory_levels,
         )
     # the last binding is cached, since devices are compared at equal sizes
-    kept: tuple[object, list[Work]] = graph.cache.get("bound works", (None, []))
-    if kept[0] != values:
-        kept = values, [w.bound(values) for w in works(graph)]
-        graph.cache["bound works"] = kept
-    return DeviceQuestion(graph, Rates(device, fallback), values, kept[1])
+    entry: tuple[object, list[Work]] = graph.cache.get("bound works", (None, []))
+    if entry[0] != values:
+        entry = values, [w.bound(values) for w in works(graph)]
+        graph.cache["bound works"] = entry
+    return DeviceQuestion(graph, Rates(device, fallback), values, entry[1])
 
 
 def need_other_names(graph: Graph, hardware: Hardware, question: str) -> None:
     """Raise BindingError if a dimension has the name of a hardware symbol."""
-    both = sorted(hardware.symbols & known_names(graph))
-    if both:
+    clashes = sorted(hardware.symbols & known_names(graph))
+    if clashes:
         raise BindingError(
-            f"{question} of graph {graph.name!r}: {', '.join(both)} names a dimension and a rate of the device, "
-            f"expected another name of the dimension"
+            f"{question} of graph {graph.name!r}: {', '.join(clashes)} names a dimension and a rate of the device; "
+            f"rename the dimension"
         )
 
 

@@ -48,11 +48,11 @@ def on_device(place: str, device: str | None, arch: str | None, side: str = "dev
     need_choice(f"{place}: side", side, ("device", "host"))
     if side == "host":
         if device is not None:
-            raise GraphError(f"{place}: device {shown(device)} beside side 'host', expected one of them")
+            raise GraphError(f"{place}: device {shown(device)} with side 'host'; expected only one of them")
         return _of_host
     if device is None:
         if arch is not None:
-            raise GraphError(f"{place}: arch {shown(arch)} of no device, expected device='cuda' with it")
+            raise GraphError(f"{place}: arch {shown(arch)} without a device; add device='cuda'")
         return None
     need_choice(f"{place}: device", device, ("cuda",))
     return _on_cuda(arch_of(DEFAULT if arch is None else arch, place))
@@ -70,7 +70,7 @@ def _on_cuda(arch: Arch) -> View:
 
     def view(graph: Graph, program: Program) -> Program:
         multiplying = (step.op.phase in _IN_AUTOGRAD for step in program.steps if _multiplies(step.op))
-        threads = {"cuBLAS (autograd)" if inside else "cuBLAS": None for inside in multiplying}
+        threads = {"cuBLAS (autograd)" if in_autograd else "cuBLAS": None for in_autograd in multiplying}
         libraries = [LiveRange(name, "workspace", workspace, None, None) for name in threads]
         extra = {op: ZERO if op.on_host else temporary(op) for op in {step.op: None for step in program.steps}}
         steps = [replace(s, workspace=s.workspace + extra[s.op]) if extra[s.op] else s for s in program.steps]
@@ -124,10 +124,10 @@ def _of_sort(op: Op) -> Poly:
     int64 indices, and the double buffer of cub's radix sort for elements and indices.
     """
     x = op.operands[0]
-    *others, length = x.sizes
+    *leading, length = x.sizes
     long = as_poly(Min(1, sympy.floor(length.expr / 4097)))
-    many = as_poly(Min(1, sympy.floor(numel(others).expr / 128)))
-    return long * many * numel(x.sizes) * (8 + x.dtype.bytes + 8)
+    batches = as_poly(Min(1, sympy.floor(numel(leading).expr / 128)))
+    return long * batches * numel(x.sizes) * (8 + x.dtype.bytes + 8)
 
 
 def _is_gradient_of_softmax(op: Op) -> bool:

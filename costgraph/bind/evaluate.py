@@ -70,39 +70,39 @@ def exactly(p: Poly) -> At:
     return _joined([p], itemgetter(0))
 
 
-def _joined(parts: Sequence[Poly], join: Callable[[list[Any]], Any]) -> At:
+def _joined(polys: Sequence[Poly], join: Callable[[list[Any]], Any]) -> At:
     """Compile several sums with a common denominator and a function `join` of their numerators."""
     lowest: dict[str, int] = {}
-    for m in (m for p in parts for m in p.terms):
+    for m in (m for p in polys for m in p.terms):
         for k, e in m:
             if e < 0:
                 lowest[k] = min(e, lowest.get(k, 0))
-    if len(parts) > 1 and any(k[0] == "~" for k in lowest):  # a negative denominator would reverse the comparison
-        each = [_joined([p], itemgetter(0)) for p in parts]
-        return lambda sizes: join([one(sizes) for one in each])
-    scale = lcm(*(c.denominator for p in parts for c in p.terms.values()))
+    if len(polys) > 1 and any(k[0] == "~" for k in lowest):  # a negative denominator would reverse the comparison
+        each = [_joined([p], itemgetter(0)) for p in polys]
+        return lambda sizes: join([atom(sizes) for atom in each])
+    scale = lcm(*(c.denominator for p in polys for c in p.terms.values()))
     divisor = tuple(sorted((k, -e) for k, e in lowest.items()))
-    whole = [p * Poly({divisor: scale}) for p in parts]
-    monomials = list(dict.fromkeys(m for p in whole for m in p.terms))
-    rows = [_row(p, monomials) for p in whole]
-    products, below = _products(monomials), _products([divisor])
+    scaled = [p * Poly({divisor: scale}) for p in polys]
+    monomials = list(dict.fromkeys(m for p in scaled for m in p.terms))
+    rows = [_row(p, monomials) for p in scaled]
+    products, divisors = _products(monomials), _products([divisor])
     atoms = {k: _atom(k) for m in (*monomials, divisor) for k, _ in m if k[0] == "~"}
     plain = scale == 1 and not divisor
 
     def at(sizes: Mapping[str, Any]) -> Any:
         if atoms:
-            sizes = {**sizes, **{k: one(sizes) for k, one in atoms.items()}}
+            sizes = {**sizes, **{k: atom(sizes) for k, atom in atoms.items()}}
         values = products(sizes)
-        found = join([sum(map(mul, numbers, pick(values))) for pick, numbers in rows])
-        return found if plain else Fraction(found) / (scale * below(sizes)[0])
+        value = join([sum(map(mul, numbers, pick(values))) for pick, numbers in rows])
+        return value if plain else Fraction(value) / (scale * divisors(sizes)[0])
 
     return at
 
 
 def _row(p: Poly, monomials: list[Monomial]) -> tuple[Callable[[list[Any]], Any], tuple[Any, ...]]:
     """Return a getter for the monomials of a sum, and their coefficients, padded so that the getter returns a tuple."""
-    place = {m: i for i, m in enumerate(monomials)}
-    terms = [(place[m], c) for m, c in p.terms.items()] + [(0, 0)] * 2
+    position = {m: i for i, m in enumerate(monomials)}
+    terms = [(position[m], c) for m, c in p.terms.items()] + [(0, 0)] * 2
     if not monomials:
         return lambda values: (), ()
     return itemgetter(*(i for i, _ in terms)), tuple(c for _, c in terms)
@@ -131,13 +131,13 @@ def _atom(key: str) -> At:
     if expr.is_Pow and expr.exp == -1:
         base = exactly(poly(expr.base))
         return lambda sizes: 1 / Fraction(base(sizes))
-    names, alone = [s.name for s in expr.free_symbols], Poly({((key, 1),): 1})
+    names, generator_poly = [s.name for s in expr.free_symbols], Poly({((key, 1),): 1})
 
     def bound(sizes: Mapping[str, Any]) -> Any:
-        found = alone.bind({name: as_poly(sizes[name]) for name in names}).constant
-        if found is None:
+        value = generator_poly.bind({name: as_poly(sizes[name]) for name in names}).constant
+        if value is None:
             raise NoRuleError
-        return found
+        return value
 
     return bound
 
@@ -145,27 +145,27 @@ def _atom(key: str) -> At:
 # -- validity ----------------------------------------------------------------------------------------------------------
 
 
-def allowed(held: Validity, sizes: Mapping[str, int]) -> bool:
+def allowed(validity: Validity, sizes: Mapping[str, int]) -> bool:
     """Whether a formula is known to hold for sizes; False if that needs a closer check."""
-    return _gate(held)(sizes)
+    return _validity_test(validity)(sizes)
 
 
 @cached(1 << 7)
-def _gate(held: Validity) -> Callable[[Mapping[str, int]], bool]:
-    asked = [(a, a.amount.names(), exactly(a.amount)) for a in held.tests()]
-    counts = {name: (p.names(), exactly(p)) for name, p in held.counted().items()} if held.counts else {}
+def _validity_test(validity: Validity) -> Callable[[Mapping[str, int]], bool]:
+    requirements = [(a, a.amount.names(), exactly(a.amount)) for a in validity.tests()]
+    counts = {name: (p.names(), exactly(p)) for name, p in validity.counted().items()} if validity.counts else {}
 
     def passes(sizes: Mapping[str, int]) -> bool:
-        given = sizes.keys()
-        for a, names, at in asked:
-            if names <= given:
+        names_bound = sizes.keys()
+        for a, names, at in requirements:
+            if names <= names_bound:
                 value = at(sizes)
                 if not a.passed(value.numerator, value.denominator):
                     return False
-            elif a.equal and not names.isdisjoint(given):  # it implies other sizes
+            elif a.equal and not names.isdisjoint(names_bound):  # it implies other sizes
                 return False
-        met = {name: int(at(sizes)) for name, (names, at) in counts.items() if names <= given}
-        return held.counts is None or held.counts.hold(met)
+        met = {name: int(at(sizes)) for name, (names, at) in counts.items() if names <= names_bound}
+        return validity.counts is None or validity.counts.hold(met)
 
     return passes
 
@@ -190,9 +190,9 @@ def plan(p: Poly) -> Plan:
         return _sum(p)
     # no division: a reciprocal times its sum is simplified by the product
     lower = {m: tuple((k, e - (k == best)) for k, e in m if (k, e) != (best, 1)) for m in p.terms}
-    inside = Poly({lower[m]: c for m, c in p.terms.items() if dict(m).get(best, 0) > 0})
-    rest = Poly({m: c for m, c in p.terms.items() if dict(m).get(best, 0) <= 0})
-    factor, inner, outer = _generator(best), plan(inside), plan(rest) if rest else None
+    divisible = Poly({lower[m]: c for m, c in p.terms.items() if dict(m).get(best, 0) > 0})
+    remainder = Poly({m: c for m, c in p.terms.items() if dict(m).get(best, 0) <= 0})
+    factor, inner, outer = _generator(best), plan(divisible), plan(remainder) if remainder else None
     if outer is None:
         return lambda env: inner(env) * factor(env)
 
@@ -213,10 +213,10 @@ def _sum(p: Poly) -> Plan:
     def total(env: dict[str, Any]) -> Any:
         out: Any = None
         for c, factors in terms:
-            part: Any = c
+            term: Any = c
             for factor in factors:
-                part = part * factor(env)
-            out = part if out is None else out + part
+                term = term * factor(env)
+            out = term if out is None else out + term
         return 0.0 if out is None else out
 
     return total
@@ -248,8 +248,8 @@ def _generator(key: str) -> Plan:
     expr = generator(key)
     if isinstance(expr, Max | Min):
         join = np.maximum if isinstance(expr, Max) else np.minimum
-        parts = [plan(poly(a)) for a in expr.args]
-        return lambda env: _fold(join, [part(env) for part in parts])
+        arguments = [plan(poly(a)) for a in expr.args]
+        return lambda env: _fold(join, [argument(env) for argument in arguments])
     if isinstance(expr, sympy.floor | sympy.ceiling):
         step = np.floor if isinstance(expr, sympy.floor) else np.ceil
         above, below = map(plan, _fraction(poly(expr.args[0])))
@@ -291,11 +291,11 @@ def checked(name: str, value: Any) -> np.ndarray[Any, Any]:
     try:
         array = np.asarray(value)
     except ValueError:  # ragged lists
-        raise BindingError(f"{name}: {shown(value, 80)} is no array, expected rows of one length") from None
-    whole = array.dtype.kind in "iu" or (
+        raise BindingError(f"{name}: {shown(value, 80)} is not an array; expected rows of equal length") from None
+    is_integral = array.dtype.kind in "iu" or (
         array.dtype.kind == "f" and bool(np.isfinite(array).all() and (array == np.floor(array)).all())
     )
-    if not whole or (array.size and array.min() < 1):
+    if not is_integral or (array.size and array.min() < 1):
         raise BindingError(f"{name}: array of {array.dtype} from {shown(value, 80)}, expected positive integers")
     return array
 
@@ -324,21 +324,25 @@ def aligned(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any], 
         return dict(arrays), lambda result: result
     for name, v in arrays.items():
         if name not in labelled and np.ndim(v):
-            raise BindingError(f"{name}: an array without names of its axes, expected one with, as {min(labelled)} has")
+            raise BindingError(
+                f"{name}: an array without dimension names; expected named dimensions, as in {min(labelled)}"
+            )
     axes = tuple(dict.fromkeys(axis for v in labelled.values() for axis in v.dims))
     labels: dict[str, Any] = {}
     for name, v in labelled.items():
         for axis in v.dims:
-            own = getattr(v, "coords", {}).get(axis)
-            if own is not None and not np.array_equal(own, labels.setdefault(axis, own)):
+            labels_of_axis = getattr(v, "coords", {}).get(axis)
+            if labels_of_axis is not None and not np.array_equal(
+                labels_of_axis, labels.setdefault(axis, labels_of_axis)
+            ):
                 raise BindingError(
-                    f"{name}: labels of {shown(axis)} differ from those of other arrays, expected the same"
+                    f"{name}: labels of {shown(axis)} differ from those of other arrays; expected equal labels"
                 )
     out = dict(arrays)
     for name, v in labelled.items():
-        own = [axis for axis in axes if axis in v.dims]
-        array = checked(name, v).transpose([v.dims.index(axis) for axis in own])
-        out[name] = np.expand_dims(array, tuple(i for i, axis in enumerate(axes) if axis not in own))
+        labels_of_axis = [axis for axis in axes if axis in v.dims]
+        array = checked(name, v).transpose([v.dims.index(axis) for axis in labels_of_axis])
+        out[name] = np.expand_dims(array, tuple(i for i, axis in enumerate(axes) if axis not in labels_of_axis))
     make = type(next(iter(labelled.values())))
     return out, lambda result: make(result, dims=axes, coords=labels)
 
@@ -346,7 +350,7 @@ def aligned(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any], 
 # -- vectorized validity -----------------------------------------------------------------------------------------------
 
 
-class _NotWholeError(Exception):
+class _NotIntegerError(Exception):
     """A formula that cannot be evaluated in integers."""
 
 
@@ -370,40 +374,40 @@ def too_few(
     counts: LoopCounts, amounts: Mapping[str, Poly], arrays: Mapping[str, np.ndarray[Any, Any]]
 ) -> np.ndarray[Any, Any] | None:
     """Return a broadcastable mask of points with too few loop iterations for a closed form, or None."""
-    given = {name: p for name, p in amounts.items() if p.names() <= arrays.keys()}
+    bound = {name: p for name, p in amounts.items() if p.names() <= arrays.keys()}
     code: Any = np.zeros((), dtype=np.int64)
-    for name, p in given.items():  # sufficient counts are one case
+    for name, p in bound.items():  # sufficient counts are one case
         sure = counts.sure[name]
         code = code * (sure + 1) + np.minimum(plan(p)(dict(arrays)), sure).astype(np.int64)
-    cases, place = np.unique(code, return_inverse=True)
-    held = []
+    cases, inverse = np.unique(code, return_inverse=True)
+    holds = []
     for case in cases.tolist():
-        found = {}
-        for name in reversed(given):
-            case, found[name] = divmod(case, counts.sure[name] + 1)
-        held.append(counts.hold(found))
-    return None if all(held) else ~np.array(held)[place.reshape(np.shape(code))]
+        point = {}
+        for name in reversed(bound):
+            case, point[name] = divmod(case, counts.sure[name] + 1)
+        holds.append(counts.hold(point))
+    return None if all(holds) else ~np.array(holds)[inverse.reshape(np.shape(code))]
 
 
 def _passed(asked: Requirement, arrays: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     """Test sizes exactly: in float64 or int64 if they are large enough, else in Python integers."""
     if not all(array.size for array in arrays.values()):
         return np.ones((), dtype=bool)
-    above, below = _fraction(asked.amount)
+    numerator, denominator = _fraction(asked.amount)
     largest = {n: int(array.max()) for n, array in arrays.items()}
     try:
-        most = (_most(above, largest) + _most(below, largest)) * (asked.least + 1)
-        dtype = np.float64 if most < 1 << 53 else np.int64 if most < 1 << 63 else object
+        bound = (_magnitude(numerator, largest) + _magnitude(denominator, largest)) * (asked.least + 1)
+        dtype = np.float64 if bound < 1 << 53 else np.int64 if bound < 1 << 63 else object
         if dtype is not object:
             for chunk in np.nditer(list(arrays.values()), **in_chunks(len(arrays), dtype=dtype)):
                 env = dict(zip(arrays, chunk if isinstance(chunk, tuple) else (chunk,), strict=True))
-                if not np.all(asked.passed(_whole(above, env), _whole(below, env))):
+                if not np.all(asked.passed(_eval_integer(numerator, env), _eval_integer(denominator, env))):
                     break
             else:
                 return np.ones((), dtype=bool)
-        whole = {n: _python_ints(array) if dtype is object else array.astype(dtype) for n, array in arrays.items()}
-        passed = asked.passed(_whole(above, whole), _whole(below, whole))
-    except _NotWholeError:
+        exact = {n: _python_ints(array) if dtype is object else array.astype(dtype) for n, array in arrays.items()}
+        passed = asked.passed(_eval_integer(numerator, exact), _eval_integer(denominator, exact))
+    except _NotIntegerError:
         names = list(arrays)
 
         def at(*sizes: Any) -> bool:
@@ -416,60 +420,60 @@ def _passed(asked: Requirement, arrays: Mapping[str, np.ndarray[Any, Any]]) -> n
 _python_ints = np.frompyfunc(int, 1, 1)
 
 
-def _whole(p: Poly, env: Mapping[str, Any]) -> Any:
+def _eval_integer(p: Poly, env: Mapping[str, Any]) -> Any:
     """Evaluate a sum with integer coefficients."""
     out: Any = 0
     for m, c in p.terms.items():
-        part: Any = int(c)
+        term: Any = int(c)
         for k, e in m:
-            part = part * _whole_generator(k, env) ** e
-        out = out + part
+            term = term * _eval_generator(k, env) ** e
+        out = out + term
     return out
 
 
-def _whole_generator(key: str, env: Mapping[str, Any]) -> Any:
+def _eval_generator(key: str, env: Mapping[str, Any]) -> Any:
     if key[0] != "~":
         return env[key]
     expr = generator(key)
     if isinstance(expr, sympy.floor):
-        above, below = _fraction(poly(expr.args[0]))
-        return _whole(above, env) // _whole(below, env)
+        numerator, denominator = _fraction(poly(expr.args[0]))
+        return _eval_integer(numerator, env) // _eval_integer(denominator, env)
     if isinstance(expr, sympy.ceiling):
-        above, below = _fraction(poly(expr.args[0]))
-        return -(-_whole(above, env) // _whole(below, env))
-    return _fold(np.maximum if isinstance(expr, Max) else np.minimum, [_whole(poly(a), env) for a in expr.args])
+        numerator, denominator = _fraction(poly(expr.args[0]))
+        return -(-_eval_integer(numerator, env) // _eval_integer(denominator, env))
+    return _fold(np.maximum if isinstance(expr, Max) else np.minimum, [_eval_integer(poly(a), env) for a in expr.args])
 
 
 def largest_met(p: Poly, largest: Mapping[str, int]) -> int | None:
     """Return a bound on all intermediate values when evaluating a sum in integers; None if that is impossible."""
     try:
-        return _most(p, largest)
-    except _NotWholeError:
+        return _magnitude(p, largest)
+    except _NotIntegerError:
         return None
 
 
-def _most(p: Poly, largest: Mapping[str, int]) -> int:
-    """Return a bound on all intermediate values of `_whole`."""
+def _magnitude(p: Poly, largest: Mapping[str, int]) -> int:
+    """Return a bound on all intermediate values of `_eval_integer`."""
     out = 0
     for m, c in p.terms.items():
         if c.denominator != 1 or any(e < 0 for _, e in m):
-            raise _NotWholeError
-        part = abs(int(c))
+            raise _NotIntegerError
+        term = abs(int(c))
         for k, e in m:
-            part *= (largest[k] if k[0] != "~" else _most_of(generator(k), largest)) ** e
-        out += part
+            term *= (largest[k] if k[0] != "~" else _generator_magnitude(generator(k), largest)) ** e
+        out += term
     return out
 
 
-def _most_of(expr: sympy.Expr, largest: Mapping[str, int]) -> int:
+def _generator_magnitude(expr: sympy.Expr, largest: Mapping[str, int]) -> int:
     if isinstance(expr, sympy.floor | sympy.ceiling):
-        above, below = _fraction(poly(expr.args[0]))
-        if any(k[0] == "~" for k in below.generators()):  # may be negative or zero
-            raise _NotWholeError
-        return _most(above, largest) + _most(below, largest)
+        numerator, denominator = _fraction(poly(expr.args[0]))
+        if any(k[0] == "~" for k in denominator.generators()):  # may be negative or zero
+            raise _NotIntegerError
+        return _magnitude(numerator, largest) + _magnitude(denominator, largest)
     if isinstance(expr, Max | Min):
-        return sum(_most(poly(a), largest) for a in expr.args)
-    raise _NotWholeError
+        return sum(_magnitude(poly(a), largest) for a in expr.args)
+    raise _NotIntegerError
 
 
 # -- public functions --------------------------------------------------------------------------------------------------
@@ -494,7 +498,7 @@ def real(value: Rational) -> float:
         raise BindingError("a number beyond 1.8e308: expected smaller sizes") from None
 
 
-def answer(value: Poly | sympy.Expr, held: Iterable[Validity] = ()) -> Formula:
+def answer(value: Poly | sympy.Expr, validities: Iterable[Validity] = ()) -> Formula:
     """Return a formula as a public result: a Python number if no symbol is left, int if it is integral.
 
     `held` adds conditions to those that the expression carries already.
@@ -507,7 +511,7 @@ def answer(value: Poly | sympy.Expr, held: Iterable[Validity] = ()) -> Formula:
     if value.is_Rational:
         return number(Fraction(int(value.p), int(value.q)))
     if value.free_symbols:
-        return conditioned(value, dict.fromkeys((*held_by(value), *held)))
+        return conditioned(value, dict.fromkeys((*held_by(value), *validities)))
     if value.is_finite is not True or value.is_real is not True:
         raise BindingError(f"{shorten(str(value))}: expected a finite number")
     try:  # a maximum of numbers, such as over pipeline stages
@@ -523,9 +527,9 @@ def bound_answer(value: Poly, values: Bindings) -> Formula:
 
 def need_bound(formulas: Iterable[Formula], question: str) -> None:
     """Raise BindingError if formulas that need to be numbers have unbound symbols."""
-    left = {s.name for f in formulas if isinstance(f, sympy.Expr) for s in f.free_symbols}
-    if left:
-        raise BindingError(f"{question}: expected numbers, still unbound: {', '.join(sorted(left))}")
+    unbound = {s.name for f in formulas if isinstance(f, sympy.Expr) for s in f.free_symbols}
+    if unbound:
+        raise BindingError(f"{question}: expected numbers, still unbound: {', '.join(sorted(unbound))}")
 
 
 def evaluate(formula: Formula, /, **dims: int) -> int | float:
@@ -557,57 +561,59 @@ def evaluate(formula: Formula, /, **dims: int) -> int | float:
     6300000000000000000000000
     """
     formula = as_expr(formula)
-    held, formula = held_by(formula), plain(formula)
-    names, at = _prepared(formula)
-    asked = names.union(*(v.names for v in held)) if held else names
-    dims = _left_open(dims, asked, held)
+    validities, formula = held_by(formula), plain(formula)
+    names, exact = _prepared(formula)
+    allowed_names = names.union(*(v.names for v in validities)) if validities else names
+    dims = _without_bound(dims, allowed_names, validities)
     for name in dims:
-        if name not in asked:
+        if name not in allowed_names:
             raise BindingError(
-                f"{shorten(name)} is not in the formula, expected one of {', '.join(sorted(names)) or 'none'}; a size "
-                f"that a preset has bound is given to the question that derives the formula"
+                f"{shorten(name)} is not in the formula, expected one of {', '.join(sorted(names)) or 'none'}; pass a "
+                f"size that a preset binds to the function that derives the formula"
             )
     missing = sorted(names - dims.keys())
     if missing:
         raise BindingError(f"evaluate: no size for {', '.join(missing)}")
     sizes = {name: size_of(name, value) for name, value in dims.items()}
     # implied sizes need the full check
-    found = None if at is None or len(sizes) > len(names) else _at_once(at, sizes, held)
-    return _in_full(formula, sizes, held) if found is None else number(found)
+    out = None if exact is None or len(sizes) > len(names) else _exact_value(exact, sizes, validities)
+    return _substituted_value(formula, sizes, validities) if out is None else number(out)
 
 
-def _left_open(sizes: Mapping[str, Any], asked: Collection[str], held: Iterable[Validity]) -> dict[str, Any]:
+def _without_bound(sizes: Mapping[str, Any], names: Collection[str], validities: Iterable[Validity]) -> dict[str, Any]:
     """Drop sizes already bound when the formula was derived; BindingError if they differ."""
-    left = dict(sizes)
-    bound = {name: p for v in held for name, p in v.values if name not in asked and p is not None and not p.names()}
+    unbound = dict(sizes)
+    bound = {
+        name: p for v in validities for name, p in v.values if name not in names and p is not None and not p.names()
+    }
     for name in sizes.keys() & bound.keys():
-        if not np.all(np.asarray(left.pop(name), dtype=object) == bound[name].constant):
+        if not np.all(np.asarray(unbound.pop(name), dtype=object) == bound[name].constant):
             raise BindingError(
-                f"{name}={shown(sizes[name])}: the formula was derived with {name}={bound[name]}; give another size to "
-                f"the question that derives it"
+                f"{name}={shown(sizes[name])}: the formula was derived with {name}={bound[name]}; pass another size to "
+                f"the function that derives it"
             )
-    return left
+    return unbound
 
 
-def _at_once(at: At, sizes: Mapping[str, int], held: tuple[Validity, ...]) -> Rational | None:
+def _exact_value(exact: At, sizes: Mapping[str, int], validities: tuple[Validity, ...]) -> Rational | None:
     """Return the exact value; None if it has none, or the formula is not known to hold."""
     try:
-        return at(sizes) if all(allowed(v, sizes) for v in held) else None
+        return exact(sizes) if all(allowed(v, sizes) for v in validities) else None
     except (ZeroDivisionError, CostGraphError, NoRuleError):
         return None
 
 
-def _in_full(formula: sympy.Expr, sizes: Mapping[str, int], held: tuple[Validity, ...]) -> int | float:
+def _substituted_value(formula: sympy.Expr, sizes: Mapping[str, int], validities: tuple[Validity, ...]) -> int | float:
     """Evaluate by substitution, with specific errors for invalid sizes."""
     values = {name: as_poly(size) for name, size in sizes.items()}
     try:
-        for v in held:
+        for v in validities:
             v.at(values)
         try:
-            found = poly(formula)
+            value_poly = poly(formula)
         except ShapeError:  # floats, which costs do not contain
             return _answered(formula.xreplace({symbol(k): v.expr for k, v in values.items()}))
-        return _answered(found.bind(values))
+        return _answered(value_poly.bind(values))
     except ShapeError as error:  # division by zero, or a huge number
         raise BindingError(f"{', '.join(f'{k}={v}' for k, v in values.items())}: {error}") from None
 
@@ -624,10 +630,10 @@ def _prepared(formula: sympy.Expr) -> tuple[frozenset[str], At | None]:
 @lru_cache(maxsize=1 << 10)
 def _names_in(formula: sympy.Expr) -> frozenset[str]:
     """Return the names of a formula's symbols, cached; ShapeError for foreign symbols."""
-    found = formula.free_symbols
-    for s in found:
+    symbols = formula.free_symbols
+    for s in symbols:
         check_symbol(s)
-    return frozenset(s.name for s in found)
+    return frozenset(s.name for s in symbols)
 
 
 def _answered(value: Poly | sympy.Expr) -> int | float:
@@ -685,50 +691,52 @@ class Compiled:
             If a name is missing or unknown, a size is not a positive integer, or a result is not finite; if sizes
             violate conditions of the graph, unless `outside="nan"`.
         """
-        arrays = _left_open(arrays, {*self.names, *(n for v in self._held for n in v.names)}, self._held)
+        arrays = _without_bound(arrays, {*self.names, *(n for v in self._held for n in v.names)}, self._held)
         extra = arrays.keys() - set(self.names)
         if len(arrays) - len(extra) < len(self.names) or any(all(n not in v.names for v in self._held) for n in extra):
             raise BindingError(f"compiled formula: got {sorted(arrays)}, expected sizes for {list(self.names)}")
         if all(hasattr(v, "__index__") and not np.ndim(v) for v in arrays.values()):
             return evaluate(self.formula, **arrays)
-        given, labelled = aligned(arrays)
-        sizes = {name: checked(name, value) for name, value in given.items()}
+        values, labelled = aligned(arrays)
+        sizes = {name: checked(name, value) for name, value in values.items()}
         try:
             shape = np.broadcast_shapes(*(array.shape for array in sizes.values()))
         except ValueError:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in sizes.items())
-            raise BindingError(f"compiled formula: shapes {shapes}, expected such as broadcast") from None
-        wrong = self._wrong(sizes, apart=bool(extra))
+            raise BindingError(
+                f"compiled formula: operands could not be broadcast together with shapes {shapes}"
+            ) from None
+        wrong = self._wrong(sizes, pointwise=bool(extra))
         if wrong is not None and self._outside == "error":
             self._refuse(np.broadcast_to(wrong, shape), sizes)
-        found = self._worked_out([sizes[name] for name in self.names], finite=wrong is None)
+        out = self._worked_out([sizes[name] for name in self.names], finite=wrong is None)
         if wrong is not None or extra:
-            found = np.where(np.broadcast_to(False if wrong is None else wrong, shape), np.nan, found)
-        if wrong is not None and not (np.isfinite(found) | wrong).all():
+            out = np.where(np.broadcast_to(False if wrong is None else wrong, shape), np.nan, out)
+        if wrong is not None and not (np.isfinite(out) | wrong).all():
             raise self._endless()
-        return labelled(found)
+        return labelled(out)
 
-    def _wrong(self, sizes: dict[str, np.ndarray[Any, Any]], *, apart: bool) -> np.ndarray[Any, Any] | None:
-        """Return a broadcastable mask of invalid points, or None; `apart` tests each point by itself."""
-        if apart:  # implied sizes depend on the given names
+    def _wrong(self, sizes: dict[str, np.ndarray[Any, Any]], *, pointwise: bool) -> np.ndarray[Any, Any] | None:
+        """Return a broadcastable mask of invalid points, or None; `pointwise` tests each point by itself."""
+        if pointwise:  # implied sizes depend on the given names
 
             def refused(*point: Any) -> bool:
                 return self._refusal(dict(zip(sizes, point, strict=True))) is not None
 
             every = np.asarray(np.frompyfunc(refused, len(sizes), 1)(*sizes.values()), dtype=bool)
             return every if every.any() else None
-        found = [outside(self._asked, sizes)]
+        masks = [outside(self._asked, sizes)]
         for v in self._held:
             if v.counts is not None:
-                found.append(too_few(v.counts, v.counted(), sizes))
-        wrong = [w for w in found if w is not None]
+                masks.append(too_few(v.counts, v.counted(), sizes))
+        wrong = [w for w in masks if w is not None]
         return reduce(np.logical_or, wrong) if wrong else None
 
     def _refuse(self, wrong: np.ndarray[Any, Any], sizes: dict[str, np.ndarray[Any, Any]]) -> None:
         """Raise the graph's error for the first invalid point."""
-        at = np.unravel_index(int(wrong.argmax()), wrong.shape)
-        point = {name: int(np.broadcast_to(array, wrong.shape)[at]) for name, array in sorted(sizes.items())}
-        place = f"at [{', '.join(map(str, at))}] ({', '.join(f'{k}={shown(v)}' for k, v in point.items())})"
+        index = np.unravel_index(int(wrong.argmax()), wrong.shape)
+        point = {name: int(np.broadcast_to(array, wrong.shape)[index]) for name, array in sorted(sizes.items())}
+        place = f"at [{', '.join(map(str, index))}] ({', '.join(f'{k}={shown(v)}' for k, v in point.items())})"
         raise BindingError(f"{place}: {self._refusal(point) or 'expected sizes that the formula holds for'}") from None
 
     def _refusal(self, point: Mapping[str, Any]) -> CostGraphError | None:

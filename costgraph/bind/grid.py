@@ -85,14 +85,14 @@ def sweep(formulas: Mapping[str, Any], /, *, chunks: Any = None, **axes: Any) ->
     grid = _Grid(_library("xarray", "sweep"), chunks, *_read(axes))
     if chunks is not None:
         _library("dask", "sweep with chunks")
-    both = sorted(formulas.keys() & axes.keys())
-    if both:
-        raise BindingError(f"sweep: {shorten(both[0])} names a formula and an axis, expected two names")
-    found = {name: grid.variable(name, *_with_unit(what)) for name, what in formulas.items()}
+    duplicates = sorted(formulas.keys() & axes.keys())
+    if duplicates:
+        raise BindingError(f"sweep: {shorten(duplicates[0])} is both a formula and an axis; expected different names")
+    variables = {name: grid.variable(name, *_with_unit(formula)) for name, formula in formulas.items()}
     unused = sorted(axes.keys() - grid.used)
     if unused:
         raise BindingError(f"sweep: {shorten(unused[0])} is in none of the formulas, expected a size of one of them")
-    return grid.xarray.Dataset(found, coords=grid.coordinates())
+    return grid.xarray.Dataset(variables, coords=grid.coordinates())
 
 
 def _library(name: str, place: str) -> Any:
@@ -103,11 +103,11 @@ def _library(name: str, place: str) -> Any:
         raise UnsupportedError(f"{place}: {name} is missing, expected it from: {hint}") from None
 
 
-def _with_unit(what: Any) -> tuple[Any, str | None]:
+def _with_unit(value: Any) -> tuple[Any, str | None]:
     """Return a formula and its unit, if a pair was given."""
-    if isinstance(what, tuple) and len(what) == 2 and isinstance(what[1], str):
-        return what
-    return what, None
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str):
+        return value
+    return value, None
 
 
 def _read(axes: Mapping[str, Any]) -> tuple[dict[str, np.ndarray[Any, Any]], list[Hardware]]:
@@ -137,47 +137,47 @@ class _Grid:
         self.used: set[str] = set()
         ids = [device.id for device in self.devices]
         if len(set(ids)) < len(ids):
-            raise BindingError(f"sweep: devices {shown(ids)}, expected each once")
+            raise BindingError(f"sweep: devices {shown(ids)} contain duplicates; expected each once")
 
     def coordinates(self) -> dict[str, Any]:
         """Return coordinates with their units."""
-        units = {name: _unit(place) for place, name in SYMBOLS.items()}
+        units = {name: _unit(key) for key, name in SYMBOLS.items()}
         out: dict[str, Any] = {n: (n, v, {"units": units.get(n, "1")}) for n, v in self.sizes.items() if v.ndim}
         return out | ({"device": [device.id for device in self.devices]} if "device" in self.used else {})
 
-    def variable(self, name: str, what: Any, unit: str | None) -> Any:
+    def variable(self, name: str, formula: Any, unit: str | None) -> Any:
         """Return a formula, or a function's result for each device, along its axes."""
         notes: list[str] = []
-        if callable(what) and not isinstance(what, sympy.Basic):
+        if callable(formula) and not isinstance(formula, sympy.Basic):
             if not self.devices:
                 raise BindingError(f"sweep: {shorten(name)} is a function of a device, expected device=[...]")
-            out = self._each(name, [what(device) for device in self.devices])
-        elif self.devices and _rates_in(as_expr(what)):
-            parts = [_on(device, as_expr(what), notes) for device in self.devices]
-            out = self._each(name, parts)
+            out = self._each(name, [formula(device) for device in self.devices])
+        elif self.devices and _rates_in(as_expr(formula)):
+            values = [_on(device, as_expr(formula), notes) for device in self.devices]
+            out = self._each(name, values)
         else:
-            out = self._along(name, what)
+            out = self._along(name, formula)
         out.attrs.update({"units": unit} if unit else {}, **({"stand_ins": notes} if notes else {}))
         return out
 
-    def _each(self, name: str, parts: list[Formula]) -> Any:
+    def _each(self, name: str, values: list[Formula]) -> Any:
         self.used.add("device")
-        arrays = self.xarray.broadcast(*(self._along(name, part) for part in parts))
+        arrays = self.xarray.broadcast(*(self._along(name, value) for value in values))
         return self.xarray.concat(arrays, dim="device").transpose(..., "device")
 
     def _along(self, name: str, formula: Formula) -> Any:
-        made = compile(formula)
-        missing = sorted(set(made.names) - self.sizes.keys())
+        compiled = compile(formula)
+        missing = sorted(set(compiled.names) - self.sizes.keys())
         if missing:
             raise BindingError(f"sweep: {shorten(name)} has no sizes for {', '.join(missing)}")
-        self.used |= set(made.names)
-        arrays = [self._array(n) for n in self.sizes if n in made.names]
-        order = [n for n in self.sizes if n in made.names]
-        kind = np.int64 if self._is_exact(made) else np.float64
+        self.used |= set(compiled.names)
+        arrays = [self._array(n) for n in self.sizes if n in compiled.names]
+        order = [n for n in self.sizes if n in compiled.names]
+        kind = np.int64 if self._is_exact(compiled) else np.float64
         return self.xarray.apply_ufunc(
-            _worked_out, *arrays, kwargs={"formula": made, "names": order, "kind": kind}, dask="parallelized",
+            _worked_out, *arrays, kwargs={"formula": compiled, "names": order, "kind": kind}, dask="parallelized",
             output_dtypes=[kind],
-        ) if arrays else self.xarray.DataArray(_worked_out(formula=made, names=[], kind=kind))  # fmt: skip
+        ) if arrays else self.xarray.DataArray(_worked_out(formula=compiled, names=[], kind=kind))  # fmt: skip
 
     def _array(self, name: str) -> Any:
         out = self.xarray.DataArray(self.sizes[name], dims=[name] if self.sizes[name].ndim else [])
@@ -186,10 +186,10 @@ class _Grid:
         blocks = self.chunks.get(name, -1) if isinstance(self.chunks, Mapping) else self.chunks
         return out.chunk({name: blocks})
 
-    def _is_exact(self, made: Compiled) -> bool:
-        largest = {n: int(self.sizes[n].max()) if self.sizes[n].size else 1 for n in made.names}
+    def _is_exact(self, compiled: Compiled) -> bool:
+        largest = {n: int(self.sizes[n].max()) if self.sizes[n].size else 1 for n in compiled.names}
         try:
-            met = largest_met(poly(made.formula), largest)
+            met = largest_met(poly(compiled.formula), largest)
         except ShapeError:  # floats
             return False
         return met is not None and met < _EXACT
@@ -199,26 +199,26 @@ def _worked_out(*arrays: Any, formula: Compiled, names: list[str], kind: Any) ->
     return np.asarray(formula(**dict(zip(names, arrays, strict=True)))).astype(kind)
 
 
-def _unit(place: str) -> str:
-    table, _, key = place.partition(".")
+def _unit(key_path: str) -> str:
+    table, _, key = key_path.partition(".")
     return TABLES[table][key]
 
 
 def _rates_in(formula: sympy.Expr) -> dict[str, str]:
     names = {s.name for s in formula.free_symbols}
-    return {name: place for place, name in SYMBOLS.items() if name in names}
+    return {name: key_path for key_path, name in SYMBOLS.items() if name in names}
 
 
 def _on(device: Hardware, formula: sympy.Expr, notes: list[str]) -> Formula:
     """Substitute a device's rates into a formula, and note stand-ins for missing ones."""
-    put = {}
-    for name, place in _rates_in(formula).items():
-        table, _, key = place.partition(".")
-        found = device.tables.get(table, {}).get(key)
+    rates = {}
+    for name, key_path in _rates_in(formula).items():
+        table, _, key = key_path.partition(".")
+        rate = device.tables.get(table, {}).get(key)
         instead: StandIn | None = None
-        if found is None and table in ("peak", "vector"):
-            found, instead = device.nearest_rate(FORMATS[key].name, "matmul" if table == "peak" else "vector")
+        if rate is None and table in ("peak", "vector"):
+            rate, instead = device.nearest_rate(FORMATS[key].name, "matmul" if table == "peak" else "vector")
         if instead is not None:
             notes.append(f"{device.id}: {instead}")
-        put[symbol(name)] = sympy.sympify((found or device.link(name)).value, strict=True)
-    return formula.xreplace(put)
+        rates[symbol(name)] = sympy.sympify((rate or device.link(name)).value, strict=True)
+    return formula.xreplace(rates)

@@ -50,24 +50,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except CostGraphError as error:
-        return _refuse(str(error))
+        return _report_error(str(error))
     except OverflowError:
-        return _refuse("the numbers are too large, expected sizes of a model that could run")
+        return _report_error("the numbers are too large, expected the sizes of a realistic model")
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        return _unwritten(error)
+        return _report_write_error(error)
 
 
-def _unwritten(error: OSError) -> int:
+def _report_write_error(error: OSError) -> int:
     """Report a failed write; stay silent if the reader closed the pipe."""
     if sys.stdout is not None:
         # Python flushes standard output at exit, and would report the error again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return _BROKEN_PIPE
-    where = error.filename or "the standard output"
-    return _refuse(f"{where}: {error.strerror or error}, expected a place to write to")
+    target = error.filename or "the standard output"
+    return _report_error(f"{target}: {error.strerror or error}, expected a writable destination")
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -82,13 +82,13 @@ def _run(arguments: Sequence[str] | None) -> int:
         sys.stderr.write(_EXTRA + "\n")
         return 2
 
-    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    argv = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command = get_command(app)
     try:
-        if asked := os.environ.get(_COMPLETE):
-            return shell_complete(command, {}, "costgraph", _COMPLETE, asked)
+        if request := os.environ.get(_COMPLETE):
+            return shell_complete(command, {}, "costgraph", _COMPLETE, request)
         # not command.main, which handles broken pipes itself
-        with command.make_context("costgraph", words) as context, waiting(printable(words[0])[:40]):
+        with command.make_context("costgraph", argv) as context, waiting(printable(argv[0])[:40]):
             command.invoke(context)
         return 0
     except SystemExit as stop:  # typer's completion and its installation end this way
@@ -98,18 +98,18 @@ def _run(arguments: Sequence[str] | None) -> int:
     except typer.Abort:
         return 130
     except Exception as error:
-        return _usage(error)
+        return _report_usage_error(error)
 
 
-def _usage(error: Exception) -> int:
+def _report_usage_error(error: Exception) -> int:
     """Report an argument error; other exceptions propagate."""
     show = getattr(error, "format_message", None)
     if show is None:
         raise error
-    return _refuse(show())
+    return _report_error(show())
 
 
-def _refuse(message: str) -> int:
+def _report_error(message: str) -> int:
     line = printable(" ".join(message.split("\n")))
     if len(line) > _LONGEST_LINE:
         line = line[: _LONGEST_LINE - 3] + "..."

@@ -42,11 +42,11 @@ __all__ = [
 @command("report")
 def report_command(
     model: opt.Model, sizes: opt.Sizes = None, hardware: opt.Hardware = None, attention: opt.Attention = None,
-    dtype: opt.Format = None, dropout: opt.Dropout = None, composed: opt.Composed = False,
+    dtype: opt.Format = None, dropout: opt.Dropout = None, eager_ops: opt.EagerOps = False,
     symbolic: opt.Symbolic = False, count: opt.Count = "executed", fallback: opt.Fallback = None,
     depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False, json: opt.Json = None,
     csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
-    device: opt.On = None, arch: opt.Arch = None, hierarchical: opt.Hierarchical = False,
+    device: opt.TargetDevice = None, arch: opt.Arch = None, hierarchical: opt.Hierarchical = False,
 ) -> None:  # fmt: skip
     """Print the costs of a model: parameters, FLOPs, bytes moved, peak memory, and times on a device.
 
@@ -58,15 +58,15 @@ def report_command(
     """
     check_files(json, csv, plot, memory_plot)
     dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
-    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
-    found = report(
+    graph = load_model(model, attention, dtype, dropout, eager_ops, symbolic)
+    result = report(
         graph, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch,
         hierarchical=hierarchical, **dims,
     ).sorted(sort)  # fmt: skip
-    draw_report(graph, found, dims, plot, memory_plot)
-    if not write_files((json, lambda: to_json(found)), (csv, lambda: to_csv(found))):
+    draw_report(graph, result, dims, plot, memory_plot)
+    if not write_files((json, lambda: to_json(result)), (csv, lambda: to_csv(result))):
         width, color = screen()
-        say(text.render(found, formulas=formulas, width=width, color=color), styled=color)
+        say(text.render(result, formulas=formulas, width=width, color=color), styled=color)
 
 
 # -- formula -----------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def formula_command(
         autocompletion=opt.one_of(lambda: ("text", "latex", "python")))] = "text",
     preset: Annotated[bool, typer.Option("--preset", help="Bind the preset's default sizes.")] = False,
     attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
-    composed: opt.Composed = False,
+    eager_ops: opt.EagerOps = False,
 ) -> None:  # fmt: skip
     """Print the closed form of a quantity; unbound sizes stay symbolic.
 
@@ -93,32 +93,36 @@ def formula_command(
     """
     dims = opt.read_sizes(sizes)
     if quantity != "peak-memory" and quantity not in QUANTITIES:
-        known = ", ".join(["peak-memory", *QUANTITIES])
-        raise FormatError(f"quantity {shorten(quantity)}: expected one of {known}")
-    graph = load_model(model, attention, dtype, dropout, composed, not preset)
+        quantities = ", ".join(["peak-memory", *QUANTITIES])
+        raise FormatError(f"quantity {shorten(quantity)}: expected one of {quantities}")
+    graph = load_model(model, attention, dtype, dropout, eager_ops, not preset)
     if quantity == "peak-memory":
         _peak_formula(graph, dims, format)
         return
-    found = quantity_of(graph, quantity, dims)
-    if found is None:
-        raise BindingError(f"{quantity} of graph {shorten(graph.name)}: no bytes are moved, expected an op that does")
+    formula = quantity_of(graph, quantity, dims)
+    if formula is None:
+        raise BindingError(
+            f"{quantity} of graph {shorten(graph.name)}: no op moves bytes, expected at least one that does"
+        )
     title, unit, _ = QUANTITIES[quantity]
     unit = "a count" if unit == "1" else unit
-    say(write_formula(found, format, quantity.replace("-", "_"), f"{title}, {unit}"))
+    say(write_formula(formula, format, quantity.replace("-", "_"), f"{title}, {unit}"))
 
 
-def _peak_formula(graph: Graph, dims: Mapping[str, Any], how: str) -> None:
+def _peak_formula(graph: Graph, dims: Mapping[str, Any], format_: str) -> None:
     from ..analysis.memory import peak_memory
 
-    say(write_formula(peak_memory(graph, **dims), how, "peak_memory", "peak memory, B"))
-    if how != "text":
+    say(write_formula(peak_memory(graph, **dims), format_, "peak_memory", "peak memory, B"))
+    if format_ != "text":
         return
     cases = peak_cases(graph, bindings(graph, dims))
-    _, rests = shared([c.formula for c in cases])
-    places = [clean(f"{c.op or 'throughout'} ({c.phase or 'forward'})") for c in cases]
-    rows = [(place, escape(formula_text(rest))) for place, rest in zip(places, rests, strict=True)]
+    _, remainders = shared([c.formula for c in cases])
+    locations = [clean(f"{c.op or 'throughout'} ({c.phase or 'forward'})") for c in cases]
+    rows = [
+        (location, escape(formula_text(remainder))) for location, remainder in zip(locations, remainders, strict=True)
+    ]
     head = "peak at" if len(cases) == 1 else "cases without their common part, and where each peaks"
-    say(draw(["", head, grid(rows if len(cases) > 1 else [(places[0], "")])], screen()[0]))
+    say(draw(["", head, grid(rows if len(cases) > 1 else [(locations[0], "")])], screen()[0]))
 
 
 # -- crossover ---------------------------------------------------------------------------------------------------
@@ -127,12 +131,12 @@ def _peak_formula(graph: Graph, dims: Mapping[str, Any], how: str) -> None:
 @command("crossover")
 def crossover_command(
     model: opt.Model,
-    symbol: Annotated[str, typer.Argument(metavar="SYMBOL", help="Dimension that is solved for.")],
+    symbol: Annotated[str, typer.Argument(metavar="SYMBOL", help="Dimension to solve for.")],
     hardware: opt.Device,
     sizes: opt.Sizes = None,
     fallback: opt.Fallback = None,
     attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
-    composed: opt.Composed = False,
+    eager_ops: opt.EagerOps = False,
     symbolic: opt.Symbolic = False,
 ) -> None:  # fmt: skip
     """Print the size at which compute time overtakes memory time, over all ops together.
@@ -142,16 +146,16 @@ def crossover_command(
       costgraph crossover llama-3-8b B --hardware h100-sxm S=1
     """
     dims = opt.read_sizes(sizes)
-    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
-    found = crossover(graph, hardware, symbol, fallback=fallback, **dims)
-    if isinstance(found, sympy.Expr):
-        say(f"compute time equals memory time at {symbol} = {formula_text(found, grouped=True)}")
-    elif found == 0:
+    graph = load_model(model, attention, dtype, dropout, eager_ops, symbolic)
+    threshold = crossover(graph, hardware, symbol, fallback=fallback, **dims)
+    if isinstance(threshold, sympy.Expr):
+        say(f"compute time equals memory time at {symbol} = {formula_text(threshold, grouped=True)}")
+    elif threshold == 0:
         say(f"compute-bound at every {symbol}")
-    elif found == float("inf"):
+    elif threshold == float("inf"):
         say(f"memory-bound at every {symbol}")
     else:
-        say(f"compute time equals memory time at {symbol} = {float(found):.6g}")
+        say(f"compute time equals memory time at {symbol} = {float(threshold):.6g}")
 
 
 # -- explore -----------------------------------------------------------------------------------------------------------
@@ -159,16 +163,16 @@ def crossover_command(
 _Out = Annotated[str, typer.Option("--out", metavar="FILE", help="HTML file to write.")]
 _Views = Annotated[
     list[str] | None,
-    typer.Option("--views", metavar="VIEW", help="One view; may be given several times. forward, prefill, decode or "
-                 "train, then optimizer=, precision=, checkpoint=, accumulate=, clip=, and of one rank dp=, tp=, cp=, "
-                 "ep=, pp=, zero=, sequence, context=, reduce_each=, schedule=."),
+    typer.Option("--views", metavar="VIEW", help="View of the page (repeatable): forward, prefill, decode or "
+                 "train, with optimizer=, precision=, checkpoint=, accumulate=, clip=, and for one rank dp=, tp=, cp=, "
+                 "ep=, pp=, zero=, sequence, context=, reduce_every_microbatch=, schedule=."),
 ]  # fmt: skip
 
 
 @command("explore")
 def explore_command(
     model: opt.Model, out: _Out, views: _Views = None, attention: opt.Attention = None, dtype: opt.Format = None,
-    dropout: opt.Dropout = None, composed: opt.Composed = False, symbolic: opt.Symbolic = False,
+    dropout: opt.Dropout = None, eager_ops: opt.EagerOps = False, symbolic: opt.Symbolic = False,
 ) -> None:  # fmt: skip
     """Write an HTML page that shows memory, FLOPs and time for adjustable sizes, without a server.
 
@@ -179,7 +183,7 @@ def explore_command(
         --views "train precision=bf16 checkpoint=every-block dp=8 tp=T zero=3"
         --views "train precision=bf16 accumulate=8 pp=4"
     """
-    page = explore(load_model(model, attention, dtype, dropout, composed, symbolic), out, views=views)
+    page = explore(load_model(model, attention, dtype, dropout, eager_ops, symbolic), out, views=views)
     say(f"{out}: {page.name}, {len(page.html):,} characters")
 
 
@@ -190,7 +194,7 @@ def explore_command(
 def weights_command(
     path: Annotated[str, typer.Argument(metavar="FILE",
           help="A safetensors file, an index, a folder with one, or a GGUF file.")],
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="What it is held to, as of report.",
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Model to compare with, as for report.",
         autocompletion=opt.one_of(opt.presets))] = None,
     sizes: opt.Sizes = None, dtype: opt.Format = None,
 ) -> None:  # fmt: skip
@@ -203,11 +207,11 @@ def weights_command(
       costgraph weights model.safetensors
       costgraph weights folder llama-3-8b
     """
-    found = read_weights(path)
+    weights = read_weights(path)
     if model is None:
-        say(str(found))
+        say(str(weights))
         return
-    compared = compare_weights(load_model(model, None, dtype, None), found, **opt.read_sizes(sizes))
-    say(str(compared))
-    if not compared.agree:
+    comparison = compare_weights(load_model(model, None, dtype, None), weights, **opt.read_sizes(sizes))
+    say(str(comparison))
+    if not comparison.agree:
         raise typer.Exit(1)

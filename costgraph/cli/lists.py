@@ -35,31 +35,31 @@ def devices() -> RenderableType:
     """Return a table of the devices: bf16 matrix rate, memory, bandwidth and ridge point."""
     rows = []
     for name in list_hardware():
-        found = load_hardware(name)
+        spec = load_hardware(name)
         try:
-            bf16, ridge = str(found.rate("bf16")), f"{float(found.ridge('bf16')):.0f}"
+            bf16, ridge = str(spec.rate("bf16")), f"{float(spec.ridge('bf16')):.0f}"
         except SpecError:
             bf16, ridge = "none", ""
-        rows.append((name, bf16, str(found.memory), str(found.bandwidth), ridge))
+        rows.append((name, bf16, str(spec.memory), str(spec.bandwidth), ridge))
     head = ("device", "dense bf16", "memory", "bandwidth", "ridge [FLOP/B]")
     return listing("", texts(*head, amounts=head[1:]), rows)
 
 
-def device(found: Hardware) -> Iterator[RenderableType]:
+def device(spec: Hardware) -> Iterator[RenderableType]:
     """Yield a full specification: quantities, units, sources and disagreements between sources."""
-    yield f"[bold]{clean(found.name)}[/bold]"
-    rows = [("name", clean(found.id)), ("vendor", clean(found.vendor))]
-    rows += [] if found.arch is None else [("arch", clean(found.arch))]
-    rows += [(f"{table} type", clean(text)) for table, text in found.types.items()]
+    yield f"[bold]{clean(spec.name)}[/bold]"
+    rows = [("name", clean(spec.id)), ("vendor", clean(spec.vendor))]
+    rows += [] if spec.arch is None else [("arch", clean(spec.arch))]
+    rows += [(f"{table} type", clean(text)) for table, text in spec.types.items()]
     yield grid(rows)
-    said = [(place, _value(q), "; ".join(t for t in (q.source, q.note) if t)) for place, q in found.rows]
+    quantities = [(path, _value(q), "; ".join(t for t in (q.source, q.note) if t)) for path, q in spec.rows]
     columns = texts("quantity", "value", "sources and notes")
-    yield listing("\nquantities", columns, said, whole=["quantity"], wide={"sources and notes": 1})
-    if found.disagreements:
+    yield listing("\nquantities", columns, quantities, whole=["quantity"], wide={"sources and notes": 1})
+    if spec.disagreements:
         yield "\n[bold]disagreements between sources[/bold]"
-        yield grid([("-", clean(note, 2000)) for note in found.disagreements])
+        yield grid([("-", clean(note, 2000)) for note in spec.disagreements])
     yield "\n[bold]sources[/bold]"
-    yield grid([(clean(key), clean(text, 2000)) for key, text in found.sources.items()])
+    yield grid([(clean(key), clean(text, 2000)) for key, text in spec.sources.items()])
 
 
 def _value(q: Quantity) -> str:
@@ -78,7 +78,9 @@ def hardware_command(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", help="A device, or the .toml file of one.", autocompletion=opt.one_of(opt.devices)
+            metavar="NAME",
+            help="A device, or the path of a device's .toml file.",
+            autocompletion=opt.one_of(opt.devices),
         ),
     ] = None,
 ) -> None:
@@ -89,5 +91,5 @@ def hardware_command(
       costgraph hardware h100-sxm
     """
     width, color = screen()
-    found = [devices()] if name is None else device(load_hardware(name))
-    say(draw(found, width, color=color), styled=color)
+    content = [devices()] if name is None else device(load_hardware(name))
+    say(draw(content, width, color=color), styled=color)

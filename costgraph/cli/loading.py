@@ -25,7 +25,7 @@ __all__ = ["load_model"]
 #: Largest file in bytes that is parsed as a configuration; they have a few thousand.
 _LARGEST_CONFIG = 2**20
 #: Timeout in seconds for requests to the Hub.
-_PATIENCE = 10
+_TIMEOUT = 10
 
 
 def load_model(
@@ -33,27 +33,27 @@ def load_model(
     attention: str | None,
     dtype: str | None,
     dropout: float | None,
-    composed: bool = False,
+    eager_ops: bool = False,
     symbolic_: bool = False,
 ) -> Graph:
     """Load a preset, a saved graph, or the model of a config.json.
 
     The content decides the type of a file. Safetensors and GGUF files use the config.json in their folder; a GGUF file
     without one describes the model itself. OWNER/NAME is a model of the Hub unless it is a path. Options are those of
-    `costgraph.models.load`; `composed` applies to presets only, and a saved graph accepts none. Raise an error if there
-    is no such file or model, a file has another type, or an option does not apply.
+    `costgraph.models.load`; `eager_ops` applies to presets only, and a saved graph accepts none. Raise an error if
+    there is no such file or model, a file has another type, or an option does not apply.
     """
-    given = {"attention": attention, "dtype": dtype, "dropout": dropout, "composed": composed or None}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    arguments = {"attention": attention, "dtype": dtype, "dropout": dropout, "eager_ops": eager_ops or None}
+    options: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     if model not in models.names():
         model = _config_of(model)
     is_file = model not in models.names() and (os.path.exists(model) or model.lower().endswith((".json", ".gguf")))
     is_config = is_file and (os.path.isdir(model) or model.lower().endswith(".gguf") or _is_config(model))
     read = (_configured(model) if is_config else load) if is_file else models.load
     for name in options if is_file else ():
-        if name not in signature(read).parameters or name == "composed":
+        if name not in signature(read).parameters or name == "eager_ops":
             kind = "a config.json" if is_config else "a saved graph"
-            raise FormatError(f"--{name}: {shorten(model)} is {kind}, expected a preset for that")
+            raise FormatError(f"--{name}: {shorten(model)} is {kind}, expected a preset for this option")
     graph = read(model, **options)
     return symbolic(graph) if symbolic_ else graph
 
@@ -70,10 +70,12 @@ def _configured(path: str) -> Callable[..., Graph]:
 def _config_of(model: str) -> str:
     """Return the configuration for weights or a Hub model; return other arguments unchanged."""
     if model.lower().endswith((".safetensors", ".safetensors.index.json", ".gguf")):
-        beside = os.path.join(os.path.dirname(model), "config.json")
-        if os.path.exists(beside) or model.lower().endswith(".gguf"):
-            return beside if os.path.exists(beside) else model
-        raise FormatError(f"{shorten(model)}: weights without their model, expected a config.json beside them")
+        config = os.path.join(os.path.dirname(model), "config.json")
+        if os.path.exists(config) or model.lower().endswith(".gguf"):
+            return config if os.path.exists(config) else model
+        raise FormatError(
+            f"{shorten(model)}: weights without a model description, expected a config.json in the same folder"
+        )
     is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model, re.ASCII) and not model.lower().endswith(".json")
     return _from_hub(model) if is_id and not os.path.exists(model) else model
 
@@ -84,21 +86,21 @@ def _from_hub(name: str) -> str:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     except ImportError:
         raise UnsupportedError(
-            f"{shorten(name)}: no such path, and huggingface_hub is not installed, expected it for a model of the Hub: "
+            f"{shorten(name)}: no such path, and Hub models need huggingface_hub, which is not installed: "
             f"pip install huggingface_hub"
         ) from None
     try:
-        kept = try_to_load_from_cache(name, "config.json")
-        if not isinstance(kept, str):
+        path = try_to_load_from_cache(name, "config.json")
+        if not isinstance(path, str):
             # without a network, a download would retry five times and log each attempt
-            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_PATIENCE)
-            kept = hf_hub_download(name, "config.json")
-        return kept
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_TIMEOUT)
+            path = hf_hub_download(name, "config.json")
+        return path
     except Exception as error:  # the exception types depend on the version of the HTTP client
-        said = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         raise FormatError(
-            f"{shorten(name)}: no such path, and no config.json of it from the Hub: {type(error).__name__}: "
-            f"{shorten(said, 300)}, expected one in the cache or on the network"
+            f"{shorten(name)}: no such path, and its config.json cannot be read from the Hub: {type(error).__name__}: "
+            f"{shorten(reason, 300)}, expected one in the cache or on the network"
         ) from None
 
 

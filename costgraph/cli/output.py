@@ -46,7 +46,7 @@ def screen() -> tuple[int, bool]:
 def check_files(json: str | None, csv: str | None, *plots: str | None) -> None:
     """Raise an error for files that cannot be written, before any computation."""
     if json == csv == "-":
-        raise FormatError("--json - and --csv -: the standard output takes one of them, expected a file for the other")
+        raise FormatError("--json - and --csv -: both write to standard output, expected a file for one of them")
     for path in plots:
         if path is not None:
             check_path(path)
@@ -64,16 +64,16 @@ def write_files(*files: tuple[str | None, Callable[[], str]]) -> bool:
 
 
 def draw_report(
-    graph: Graph, found: Report, dims: Mapping[str, Any], plot: str | None, memory_plot: str | None
+    graph: Graph, report: Report, dims: Mapping[str, Any], plot: str | None, memory_plot: str | None
 ) -> None:
     """Draw the requested plots."""
     if plot is not None:
-        found.plot(plot)
+        report.plot(plot)
     if memory_plot is not None:
         from ..analysis.memory import timeline
         from ..report.plots import plot_timeline
 
-        room = None if found.hardware is None else float(found.hardware.capacity().value)
-        arch = found.peak.arch
-        line = timeline(graph, device=None if arch is None else "cuda", arch=arch, **dims)
-        plot_timeline(line, memory_plot, capacity=room)
+        capacity = None if report.hardware is None else float(report.hardware.capacity().value)
+        arch = report.peak.arch
+        memory = timeline(graph, device=None if arch is None else "cuda", arch=arch, **dims)
+        plot_timeline(memory, memory_plot, capacity=capacity)

@@ -22,7 +22,7 @@ __all__ = [
     "Cp",
     "Dp",
     "Ep",
-    "Hold",
+    "KeepGathered",
     "Layers",
     "MicroBatches",
     "Network",
@@ -47,12 +47,14 @@ __all__ = [
 BUCKETS = {"none": None, "copy": Policy(("dp", "ep", "cp")), "view": Policy(("dp", "ep", "cp"), view=True)}
 
 
-def _degree(option: str, of: str) -> Any:
-    return typer.Option(option, metavar="N", help=f"Degree of {of} parallelism: a number, or a name that stays open.")
+def _degree(option: str, kind: str) -> Any:
+    return typer.Option(
+        option, metavar="N", help=f"Degree of {kind} parallelism: a number, or a name that stays symbolic."
+    )
 
 
-def _choice(option: str, of: str, what: str, words: tuple[str, ...]) -> Any:
-    return choice(option, of, f"{what}: {', or '.join(words)}.", words)
+def _choice(option: str, metavar: str, description: str, choices: tuple[str, ...]) -> Any:
+    return choice(option, metavar, f"{description}: {', or '.join(choices)}.", choices)
 
 
 Dp = Annotated[str, _degree("--dp", "data")]
@@ -60,29 +62,41 @@ Cp = Annotated[str, _degree("--cp", "context")]
 Tp = Annotated[str, _degree("--tp", "tensor")]
 Ep = Annotated[str, _degree("--ep", "expert")]
 Pp = Annotated[
-    str, typer.Option("--pp", metavar="N", help="Stages of a pipeline: a number, or a name that stays open.")
+    str, typer.Option("--pp", metavar="N", help="Number of pipeline stages: a number, or a name that stays symbolic.")
 ]
-Schedule = Annotated[str, _choice("--schedule", "NAME", "Order of a pipeline", tuple(SCHEDULES))]
+Schedule = Annotated[str, _choice("--schedule", "NAME", "Pipeline schedule", tuple(SCHEDULES))]
 MicroBatches = Annotated[
-    str | None, typer.Option("--micro-batches", metavar="N", help="Of a step, as --accumulate: a pipeline's.")
+    str | None,
+    typer.Option("--micro-batches", metavar="N", help="Micro-batches per step of a pipeline; same as --accumulate."),
 ]
-Virtual = Annotated[str, typer.Option("--virtual", metavar="N", help="Groups of layers of a rank of a pipeline.")]
-Layers = Annotated[str | None, typer.Option("--layers", metavar="N,N", help="Layers of each stage of a pipeline.")]
-Stage = Annotated[str, typer.Option("--stage", metavar="NAME", help="Stage that is reported, such as middle.")]
-Zero = Annotated[int, typer.Option("--zero", metavar="N", min=0, max=3, help="Stage of ZeRO over dp and cp.")]
-Sequence = Annotated[bool, typer.Option("--sequence", help="Split the sequence between products over tp.")]
-Context = Annotated[str, _choice("--context", "HOW", "Attention over cp", CONTEXTS)]
+Virtual = Annotated[str, typer.Option("--virtual-stages", metavar="N", help="Virtual pipeline stages per rank.")]
+Layers = Annotated[str | None, typer.Option("--layers", metavar="N,N", help="Number of layers in each pipeline stage.")]
+Stage = Annotated[str, typer.Option("--stage", metavar="NAME", help="Pipeline stage to report, such as middle.")]
+Zero = Annotated[int, typer.Option("--zero", metavar="N", min=0, max=3, help="ZeRO stage over dp and cp.")]
+Sequence = Annotated[bool, typer.Option("--sequence", help="Sequence parallelism over tp.")]
+Context = Annotated[str, _choice("--context", "ALGORITHM", "Attention algorithm over cp", CONTEXTS)]
 ReduceEach = Annotated[
-    bool | None, typer.Option("--reduce-each/--no-reduce-each", help="Reduce gradients of each micro-batch.")
+    bool | None,
+    typer.Option(
+        "--reduce-every-microbatch/--no-reduce-every-microbatch", help="Reduce gradients after each micro-batch."
+    ),
 ]
-System = Annotated[str, _choice("--system", "NAME", "Whose policies where systems differ", SYSTEMS)]
-Hold = Annotated[bool | None, typer.Option("--hold/--no-hold", help="Keep what a split sequence has gathered.")]
-Buckets = Annotated[str, _choice("--buckets", "HOW", "Gradients in buckets", tuple(BUCKETS))]
+System = Annotated[str, _choice("--system", "NAME", "System whose policies apply", SYSTEMS)]
+KeepGathered = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-gathered/--no-keep-gathered",
+        help="Keep gathered activations of sequence parallelism for the backward pass.",
+    ),
+]
+Buckets = Annotated[str, _choice("--buckets", "KIND", "Gradient buckets", tuple(BUCKETS))]
 Offload = Annotated[
-    str, typer.Option("--offload", metavar="WHAT,WHAT", help=f"What lies on the host, of {', '.join(OFFLOADED)}.")
+    str, typer.Option("--offload", metavar="ROLE,ROLE", help=f"Tensors to keep in host memory: {', '.join(OFFLOADED)}.")
 ]
-Network = Annotated[str | None, typer.Option("--network", metavar="NAME", help="Between domains of devices.")]
-Overlap = Annotated[str, typer.Option("--overlap", metavar="HOW", help="Of collectives: none, ideal or streams.")]
+Network = Annotated[str | None, typer.Option("--network", metavar="NAME", help="Network between domains of devices.")]
+Overlap = Annotated[
+    str, typer.Option("--overlap", metavar="MODEL", help="Overlap of collectives with compute: none, ideal or streams.")
+]
 
 
 def micro_batches_of(accumulate: str, micro_batches: str | None) -> str:
@@ -92,7 +106,9 @@ def micro_batches_of(accumulate: str, micro_batches: str | None) -> str:
     """
     if micro_batches is None or accumulate in ("1", micro_batches):
         return accumulate if micro_batches is None else micro_batches
-    raise FormatError(f"--micro-batches {shorten(micro_batches)}: expected {shorten(accumulate)}, as --accumulate has")
+    raise FormatError(
+        f"--micro-batches {shorten(micro_batches)}: expected {shorten(accumulate)}, the value of --accumulate"
+    )
 
 
 def stage_of(rank: Graph, name: str) -> Graph:
@@ -109,8 +125,8 @@ def stage_of(rank: Graph, name: str) -> Graph:
 
 
 def rank_of(
-    step: Graph, degrees: dict[str, str], zero: int, sequence: bool, context: str, reduce_each: bool | None,
-    pp: str = "1", schedule: str = "1f1b", virtual: str = "1", layers: str | None = None, buckets: str = "none",
+    step: Graph, degrees: dict[str, str], zero: int, sequence: bool, context: str, reduce_every_microbatch: bool | None,
+    pp: str = "1", schedule: str = "1f1b", virtual_stages: str = "1", layers: str | None = None, buckets: str = "none",
     system: str = "torch",
 ) -> Graph:  # fmt: skip
     """Return the per-rank graph of a step, or the step itself without parallelism.
@@ -119,20 +135,21 @@ def rank_of(
     none, copy or view; `system` is torch or megatron. Raise an error if a degree is neither a size nor a name, a word
     is unknown, or an axis splits nothing.
     """
-    words = {"--context": (context, CONTEXTS), "--buckets": (buckets, tuple(BUCKETS)), "--system": (system, SYSTEMS)}
-    for option, (word, known) in words.items():
-        if word not in known:
-            raise FormatError(f"{option} {shorten(word)}: expected {' or '.join(known)}")
+    checked = {"--context": (context, CONTEXTS), "--buckets": (buckets, tuple(BUCKETS)), "--system": (system, SYSTEMS)}
+    for option, (value, choices) in checked.items():
+        if value not in choices:
+            raise FormatError(f"{option} {shorten(value)}: expected {' or '.join(choices)}")
     if {*degrees.values(), pp} == {"1"} and not (zero or sequence):
         return step
-    given: dict[str, Any] = {axis: size_or_name(n, f"--{axis}") for axis, n in degrees.items()}
+    degrees_and_schedule: dict[str, Any] = {axis: size_or_name(n, f"--{axis}") for axis, n in degrees.items()}
     if pp != "1":
         pieces = None if layers is None else tuple(read_size(n, "--layers") for n in layers.split(","))
-        given |= {
-            "pp": size_or_name(pp, "--pp"), "schedule": schedule, "virtual": size_or_name(virtual, "--virtual"),
+        degrees_and_schedule |= {
+            "pp": size_or_name(pp, "--pp"), "schedule": schedule,
+            "virtual_stages": size_or_name(virtual_stages, "--virtual-stages"),
             "layers": pieces, "micro_batches": micro_batches(step),
         }  # fmt: skip
     return parallelize(
-        step, **given, zero=zero, sequence=sequence, context=context, buckets=BUCKETS[buckets], system=system,
-        reduce_each=reduce_each,
+        step, **degrees_and_schedule, zero=zero, sequence=sequence, context=context, buckets=BUCKETS[buckets],
+        system=system, reduce_every_microbatch=reduce_every_microbatch,
     )  # fmt: skip

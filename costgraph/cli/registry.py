@@ -20,42 +20,42 @@ __all__ = ["COMMANDS", "app", "command"]
 
 #: The module of each command, and its short help.
 COMMANDS = {
-    "report": ("commands", "Costs of a model, on a device if one is named."),
+    "report": ("commands", "Costs of a model, optionally on a device."),
     "formula": ("commands", "Closed form of one quantity of a model."),
     "crossover": ("commands", "Size at which a model becomes compute-bound."),
     "models": ("lists", "List the presets."),
-    "hardware": ("lists", "List the devices, or all that is known of one."),
+    "hardware": ("lists", "List the devices, or print the specification of one."),
     "explore": ("commands", "Write a page with a slider for every size."),
-    "train": ("training_commands", "Costs of a step of training."),
-    "plan": ("training_commands", "What decides whether a training run is possible."),
-    "search": ("training_commands", "Plans of training on several devices, fastest first."),
-    "decode": ("serving_commands", "Throughput against latency of generation on a device."),
-    "latency": ("serving_commands", "Time to the first token of an answer, and of those after it."),
-    "calibrate": ("torch_commands", "Measure what a device attains, or fit a model of time to records."),
-    "validate": ("torch_commands", "Hold predictions to measurements, of a device here or published."),
+    "train": ("training_commands", "Costs of a training step."),
+    "plan": ("training_commands", "Preflight checks of a training run."),
+    "search": ("training_commands", "Training plans on several devices, fastest first."),
+    "decode": ("serving_commands", "Throughput and latency of decoding on a device."),
+    "latency": ("serving_commands", "Time to first token, and time per output token."),
+    "calibrate": ("torch_commands", "Measure a device, or fit a time model to records."),
+    "validate": ("torch_commands", "Compare predictions with measurements, run here or published."),
     "trace": ("torch_commands", "Turn a torch module into a graph with symbolic sizes."),
-    "weights": ("commands", "Tensors of a checkpoint, and how they differ from a model."),
+    "weights": ("commands", "Tensors of a checkpoint, and their differences from a model."),
 }
 
 _APPS: dict[str, typer.Typer] = {}
-_PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
+_PLAIN_TEXT: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
 
 
 class _Commands(TyperGroup):
     """Group that imports the module of a command when it is called or completed."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, listed, rest = super().resolve_command(ctx, args)
-        if name is None or listed is None:
-            return name, listed, rest
+        name, placeholder, remaining = super().resolve_command(ctx, args)
+        if name is None or placeholder is None:
+            return name, placeholder, remaining
         import_module(f"{__package__}.{COMMANDS[name][0]}")
-        return name, get_command(_APPS[name]), rest
+        return name, get_command(_APPS[name]), remaining
 
 
 app = typer.Typer(
     name="costgraph",
     cls=_Commands,
-    **_PLAIN,
+    **_PLAIN_TEXT,
     help="Symbolic costs of models: FLOPs, bytes moved, peak memory and roofline.\n\n"
     "\b\nExamples:\n"
     "  costgraph report llama-3-8b --hardware h100-sxm B=1 S=8192\n"
@@ -64,12 +64,12 @@ app = typer.Typer(
 )
 
 
-def _listed() -> None:
+def _placeholder() -> None:
     """Act as the placeholder of a command in lists."""
 
 
 for _name, (_, _help) in COMMANDS.items():
-    app.command(_name, short_help=_help)(_listed)
+    app.command(_name, short_help=_help)(_placeholder)
 
 
 def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -77,14 +77,14 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
     def declared(function: Callable[..., None]) -> Callable[..., None]:
         text = re.sub(r"^Examples\n-+$", "\b\nExamples:", getdoc(function) or "", flags=re.MULTILINE)
-        _APPS[name] = typer.Typer(add_completion=False, **_PLAIN)
+        _APPS[name] = typer.Typer(add_completion=False, **_PLAIN_TEXT)
         return _APPS[name].command(name, short_help=COMMANDS[name][1], help=text)(function)
 
     return declared
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"costgraph {__version__}")
         raise typer.Exit
 

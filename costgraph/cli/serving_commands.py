@@ -45,29 +45,42 @@ _COLUMNS = (
 )  # fmt: skip
 _TIMES = ("first_token", "next_token", "last_token", "per_token", "total")
 
-_Tokens = Annotated[str, typer.Option("--tokens", metavar="N", help="New tokens of each sequence in a step.")]
-_Vary = Annotated[str, typer.Option("--vary", metavar="NAME", help="Dimension that is varied.")]
+_Tokens = Annotated[str, typer.Option("--tokens", metavar="N", help="New tokens per sequence and step.")]
+_Vary = Annotated[str, typer.Option("--vary", metavar="NAME", help="Dimension to vary.")]
 _Values = Annotated[
-    str | None, typer.Option("--values", metavar="N,N", help="Its sizes; powers of two up to what fits by default.")
+    str | None,
+    typer.Option(
+        "--values",
+        metavar="N,N",
+        help="Sizes of the varied dimension; by default powers of two up to the largest that fits.",
+    ),
 ]
-_Weights = Annotated[str | None, typer.Option("--weights", metavar="FORMAT", help="Of weights, as int4, Q4_K_M.")]
-_Activations = Annotated[str | None, typer.Option("--activations", metavar="FORMAT", help="Of what they multiply.")]
-_Cache = Annotated[str | None, typer.Option("--cache", metavar="FORMAT", help="Of the cache, such as fp8_e4m3.")]
-_Group = Annotated[str | None, typer.Option("--group", metavar="N", help="Weights that share a scale.")]
-_Batches = Annotated[str, typer.Option("--micro-batches", metavar="N", help="Batches on their way through a pipeline.")]
-_Prompt = Annotated[str, typer.Option("--prompt", metavar="N", help="Positions of the prompt.")]
-_Steps = Annotated[str, typer.Option("--steps", metavar="N", help="Steps after the first token.")]
+_Weights = Annotated[
+    str | None, typer.Option("--weights", metavar="FORMAT", help="Format of weights, such as int4 or Q4_K_M.")
+]
+_Activations = Annotated[
+    str | None, typer.Option("--activations", metavar="FORMAT", help="Format of the activations that they multiply.")
+]
+_Cache = Annotated[
+    str | None, typer.Option("--cache", metavar="FORMAT", help="Format of the KV cache, such as fp8_e4m3.")
+]
+_Group = Annotated[str | None, typer.Option("--group", metavar="N", help="Number of weights that share a scale.")]
+_Batches = Annotated[str, typer.Option("--micro-batches", metavar="N", help="Micro-batches in flight in a pipeline.")]
+_Prompt = Annotated[str, typer.Option("--prompt", metavar="N", help="Prompt length in tokens.")]
+_Steps = Annotated[str, typer.Option("--steps", metavar="N", help="Decode steps after the first token.")]
 _Curve = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the curve: .png, .svg or .pdf.")]
 
 
-def _given(graph: Graph, formats: Mapping[str, str | None], group: str | None, degrees: Mapping[str, str]) -> Graph:
+def _quantized_and_sharded(
+    graph: Graph, formats: Mapping[str, str | None], group: str | None, degrees: Mapping[str, str]
+) -> Graph:
     """Quantize an inference graph, and parallelize it, if requested."""
-    given: dict[str, Any] = {k: v for k, v in formats.items() if v is not None}
+    options: dict[str, Any] = {k: v for k, v in formats.items() if v is not None}
     if group is not None:
-        given["group"] = read_size(group, "--group")
-    made = quantize(graph, **given) if given else graph
+        options["group"] = read_size(group, "--group")
+    quantized = quantize(graph, **options) if options else graph
     mesh: dict[str, Any] = {axis: read_size(n, f"--{axis.replace('_', '-')}") for axis, n in degrees.items()}
-    return parallelize(made, **mesh) if any(n != 1 for n in mesh.values()) else made
+    return parallelize(quantized, **mesh) if any(n != 1 for n in mesh.values()) else quantized
 
 
 def _tokens(text: str) -> Any:
@@ -75,53 +88,53 @@ def _tokens(text: str) -> Any:
 
 
 def _values(text: str | None) -> list[int] | None:
-    return None if text is None else [read_size(word, "--values") for word in text.split(",")]
+    return None if text is None else [read_size(item, "--values") for item in text.split(",")]
 
 
-def throughput_records(found: Throughput) -> list[dict[str, Any]]:
+def throughput_records(result: Throughput) -> list[dict[str, Any]]:
     """Return a row for each size, by column."""
-    return [{c: getattr(r, c) for c in _COLUMNS} for r in found.rows]
+    return [{c: getattr(r, c) for c in _COLUMNS} for r in result.rows]
 
 
-def _json(found: Throughput) -> str:
+def _json(result: Throughput) -> str:
     data = {
-        "graph": found.graph,
-        "hardware": {"id": found.hardware.id, "name": found.hardware.name},
-        "varied": found.symbol,
-        "sizes": dict(found.sizes),
-        "rows": throughput_records(found),
+        "graph": result.graph,
+        "hardware": {"id": result.hardware.id, "name": result.hardware.name},
+        "varied": result.symbol,
+        "sizes": dict(result.sizes),
+        "rows": throughput_records(result),
     }
     return as_json(THROUGHPUT_SCHEMA, data)
 
 
-def _lines(step: Graph, found: Throughput, dims: Mapping[str, int], fallback: str | None) -> Iterator[str]:
+def _lines(step: Graph, result: Throughput, dims: Mapping[str, int], fallback: str | None) -> Iterator[str]:
     sizes: dict[str, Any] = dict(dims)
-    name = found.symbol
-    yield f"{found.graph} on {found.hardware.name}"
-    yield f"sizes    {' '.join(f'{k}={v}' for k, v in found.sizes.items())}"
+    name = result.symbol
+    yield f"{result.graph} on {result.hardware.name}"
+    yield f"sizes    {' '.join(f'{k}={v}' for k, v in result.sizes.items())}"
     yield f"weights  {format_bytes(param_bytes(step, **sizes))}"
-    kept = cache_bytes(step, **sizes)
-    text = formula_text(kept, grouped=True) + "  [B]" if isinstance(kept, sympy.Expr) else format_bytes(kept)
+    cache = cache_bytes(step, **sizes)
+    text = formula_text(cache, grouped=True) + "  [B]" if isinstance(cache, sympy.Expr) else format_bytes(cache)
     yield f"cache    {text}"
-    yield f"largest {name} that fits: {largest(step, name, hardware=found.hardware, **sizes)}"
-    devices = found.rows[0].devices
-    yield _sides(step, found, sizes, fallback) if devices == 1 else f"of each of {devices} devices"
+    yield f"largest {name} that fits: {largest(step, name, hardware=result.hardware, **sizes)}"
+    devices = result.rows[0].devices
+    yield _crossover_line(step, result, sizes, fallback) if devices == 1 else f"per device, on {devices} devices"
     yield ""
-    yield str(found)
+    yield str(result)
 
 
-def _sides(step: Graph, found: Throughput, sizes: Mapping[str, Any], fallback: str | None) -> str:
+def _crossover_line(step: Graph, result: Throughput, sizes: Mapping[str, Any], fallback: str | None) -> str:
     """Return the crossover of compute and memory time, in words."""
-    name = found.symbol
+    name = result.symbol
     try:
-        place = crossover(step, found.hardware, name, fallback=fallback, **sizes)
+        threshold = crossover(step, result.hardware, name, fallback=fallback, **sizes)
     except UnsupportedError as error:
         return str(error)
-    if isinstance(place, sympy.Expr):
-        return f"compute time equals memory time at {name} = {formula_text(place, grouped=True)}"
-    if place in (0, math.inf):
-        return f"{'compute' if place == 0 else 'memory'}-bound at every {name}, all ops together"
-    return f"compute time equals memory time at {name} = {float(place):.6g}, all ops together"
+    if isinstance(threshold, sympy.Expr):
+        return f"compute time equals memory time at {name} = {formula_text(threshold, grouped=True)}"
+    if threshold in (0, math.inf):
+        return f"{'compute' if threshold == 0 else 'memory'}-bound at every {name}, all ops together"
+    return f"compute time equals memory time at {name} = {float(threshold):.6g}, all ops together"
 
 
 @command("decode")
@@ -146,23 +159,23 @@ def decode_command(
     check_files(json, csv, plot)
     dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
     if vary in dims:
-        raise FormatError(f"--vary {vary}: a size of it is given as well, expected one of the two")
+        raise FormatError(f"--vary {vary}: the dimension also has a size, expected either --vary or a size")
     graph = load_model(model, attention, dtype, None, False, symbolic)
     formats = {"weights": weights, "activations": activations, "cache": cache}
     mesh = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batches": micro_batches}
-    step = _given(decode(graph, _tokens(tokens)), formats, group, mesh)
-    found = throughput(step, hardware, vary, _values(values), network=network, fallback=fallback, **dims)
+    step = _quantized_and_sharded(decode(graph, _tokens(tokens)), formats, group, mesh)
+    result = throughput(step, hardware, vary, _values(values), network=network, fallback=fallback, **dims)
     if plot is not None:
-        found.plot(plot)
+        result.plot(plot)
     if not write_files(
-        (json, lambda: _json(found)),
-        (csv, lambda: as_csv(_COLUMNS, (row.values() for row in throughput_records(found)))),
+        (json, lambda: _json(result)),
+        (csv, lambda: as_csv(_COLUMNS, (row.values() for row in throughput_records(result)))),
     ):
-        say("\n".join(_lines(step, found, dims, fallback)))
+        say("\n".join(_lines(step, result, dims, fallback)))
 
 
-def _answer(found: Latency) -> dict[str, float]:
-    return {name: getattr(found, name) for name in _TIMES}
+def _times(result: Latency) -> dict[str, float]:
+    return {name: getattr(result, name) for name in _TIMES}
 
 
 @command("latency")
@@ -186,14 +199,14 @@ def latency_command(
     formats = {"weights": weights, "activations": activations, "cache": cache}
     mesh = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batches": micro_batches}
     passes = (prefill(graph, logits="last"), decode(graph, _tokens(tokens)))
-    first, step = (_given(g, formats, group, mesh) for g in passes)
-    asked: dict[str, Any] = {"prompt": read_size(prompt, "--prompt"), "steps": read_size(steps, "--steps")}
-    found = latency(first, step, hardware, network=network, fallback=fallback, **asked, **dims)
+    first, step = (_quantized_and_sharded(g, formats, group, mesh) for g in passes)
+    lengths: dict[str, Any] = {"prompt": read_size(prompt, "--prompt"), "steps": read_size(steps, "--steps")}
+    result = latency(first, step, hardware, network=network, fallback=fallback, **lengths, **dims)
     device = load_hardware(hardware)
-    head = {"graph": graph.name, "hardware": {"id": device.id, "name": device.name}, **asked, "sizes": dims}
+    head = {"graph": graph.name, "hardware": {"id": device.id, "name": device.name}, **lengths, "sizes": dims}
     if not write_files(
-        (json, lambda: as_json(LATENCY_SCHEMA, {**head, **_answer(found)})),
-        (csv, lambda: as_csv(_TIMES, [_answer(found).values()])),
+        (json, lambda: as_json(LATENCY_SCHEMA, {**head, **_times(result)})),
+        (csv, lambda: as_csv(_TIMES, [_times(result).values()])),
     ):
-        times = (f"{name.replace('_', ' '):12} {format_quantity(t, 's')}" for name, t in _answer(found).items())
+        times = (f"{name.replace('_', ' '):12} {format_quantity(t, 's')}" for name, t in _times(result).items())
         say("\n".join((f"{graph.name} on {device.name}", *times)))

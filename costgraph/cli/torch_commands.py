@@ -36,15 +36,15 @@ __all__ = [
 
 # -- calibrate and validate --------------------------------------------------------------------------------------------
 
-_THREADS_HELP = "Of the processor; what torch takes by default."
+_THREADS_HELP = "CPU threads; by default torch's own number."
 _Threads = Annotated[str | None, typer.Option("--threads", metavar="N", help=_THREADS_HELP)]
 
 
 def need_torch(command: str) -> None:
     """Raise UnsupportedError if torch is not installed."""
     if find_spec("torch") is None:  # an optional dependency, whose build the user chooses
-        where = "pip install torch, or the build for this machine from https://pytorch.org/get-started"
-        raise UnsupportedError(f"{command}: torch is not installed, expected it beside costgraph: {where}")
+        remedy = "pip install torch, or the build for this machine from https://pytorch.org/get-started"
+        raise UnsupportedError(f"{command}: torch is not installed: {remedy}")
 
 
 def _count(threads: str | None) -> int | None:
@@ -52,24 +52,27 @@ def _count(threads: str | None) -> int | None:
     count = None if threads is None else read_size(threads, "--threads")
     cores = os.cpu_count()
     if count and cores and count > cores:
-        raise FormatError(f"--threads {count}: this machine has {cores} cores, expected no more than that")
+        raise FormatError(f"--threads {count}: this machine has {cores} cores, expected at most that number")
     return count
 
 
 @command("calibrate")
 def calibrate_command(
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="The specification: a .toml file. Of --records: .json.")
+        str | None, typer.Option("--out", metavar="FILE", help="Device file to write, .toml; with --records, .json.")
     ] = None,
     device: Annotated[str | None, typer.Option("--device", metavar="NAME", help="cpu (default), cuda, cuda:N.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and shorter runs, or one fit alone.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer sizes and shorter runs; with --records, skip the evaluation.")
+    ] = False,
     threads: _Threads = None,
     like: Annotated[
-        str | None, typer.Option("--like", metavar="NAME", help="Device whose data sheet is meant; by default by name.")
+        str | None,
+        typer.Option("--like", metavar="NAME", help="Device whose data sheet applies; by default found by name."),
     ] = None,
     records: Annotated[
         list[str] | None,
-        typer.Option("--records", metavar="FILE", help="Published measurements in the place of runs; repeatable."),
+        typer.Option("--records", metavar="FILE", help="Published measurements to use instead of runs (repeatable)."),
     ] = None,
 ) -> None:
     """Measure bandwidth, matrix rates by format and size, elementwise work and launches; write a device file.
@@ -86,11 +89,11 @@ def calibrate_command(
     if records:
         for name, value in {"--device": device, "--threads": threads, "--like": like}.items():
             if value:
-                raise FormatError(f"{name}: nothing runs with --records, expected --out and --quick alone beside it")
+                raise FormatError(f"{name}: not used with --records, expected only --out and --quick")
         _fit(records, out, validate=not quick)
         return
     if out is None:
-        raise FormatError("calibrate: no --out FILE, expected where the specification goes, or --records FILE")
+        raise FormatError("calibrate: no --out, expected --out FILE for the specification, or --records FILE")
     count = _count(threads)
     need_torch("calibrate")
     from ..torch.calibration import calibrate
@@ -98,9 +101,9 @@ def calibrate_command(
 
     target_of(out, ".toml")
     with running(count):
-        found = calibrate(device or "cpu", quick=quick, like=like)
-    found.save(out)
-    say(f"{found}\nwritten to {shorten(out, 200)}")
+        calibration = calibrate(device or "cpu", quick=quick, like=like)
+    calibration.save(out)
+    say(f"{calibration}\nwritten to {shorten(out, 200)}")
 
 
 def _fit(records: Sequence[str], out: str | None, *, validate: bool) -> None:
@@ -110,29 +113,32 @@ def _fit(records: Sequence[str], out: str | None, *, validate: bool) -> None:
 
     if out is not None:
         target_of(out, ".json")
-    found = calibrate(*records, validate=validate, say=lambda text: typer.echo(text, err=True))
+    calibration = calibrate(*records, validate=validate, say=lambda text: typer.echo(text, err=True))
     width, color = screen()
-    say(render_calibrated(found, width, color=color), styled=color)
+    say(render_calibrated(calibration, width, color=color), styled=color)
     if out is not None:
-        found.save(out)
+        calibration.save(out)
         say(f"written to {shorten(out, 200)}")
 
 
 @command("validate")
 def validate_command(
-    out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="Where the record goes: a .json file.")
-    ] = None,
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Record to write: a .json file.")] = None,
     device: Annotated[str | None, typer.Option("--device", metavar="NAME", help="cpu (default), cuda, cuda:N.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One cheap case of each kind, and fewer runs.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One cheap case of each kind, with fewer runs.")] = False,
     hardware: Annotated[
-        str | None, typer.Option("--hardware", metavar="NAME", help="Device or .toml; calibrated first by default.")
+        str | None,
+        typer.Option(
+            "--hardware", metavar="NAME", help="Device or .toml file; by default the device is calibrated first."
+        ),
     ] = None,
     threads: _Threads = None,
-    only: Annotated[str | None, typer.Option("--only", metavar="TEXT", help="Cases whose name has this in it.")] = None,
-    plots: Annotated[str | None, typer.Option("--plots", "--plot", metavar="DIR", help="Where pictures go.")] = None,
+    only: Annotated[
+        str | None, typer.Option("--only", metavar="TEXT", help="Only cases whose name contains TEXT.")
+    ] = None,
+    plots: Annotated[str | None, typer.Option("--plots", "--plot", metavar="DIR", help="Folder for plots.")] = None,
     records: Annotated[
-        str | None, typer.Option("--records", metavar="FILE", help="Published measurements, in the place of runs here.")
+        str | None, typer.Option("--records", metavar="FILE", help="Published measurements to use instead of runs.")
     ] = None,
 ) -> None:
     """Compare predictions with measurements of ops, models and training steps, run here or published.
@@ -146,17 +152,17 @@ def validate_command(
       costgraph validate --records published.json --out predictions.json
     """
     if records is not None:
-        given = {"--device": device, "--quick": quick, "--hardware": hardware, "--threads": threads, "--only": only}
-        for name in (name for name, value in given.items() if value):
-            raise FormatError(f"{name}: nothing runs with --records, expected --out and --plots alone beside it")
-        _hold(records, out, plots)
+        options = {"--device": device, "--quick": quick, "--hardware": hardware, "--threads": threads, "--only": only}
+        for name in (name for name, value in options.items() if value):
+            raise FormatError(f"{name}: not used with --records, expected only --out and --plots")
+        _compare_published(records, out, plots)
     elif out is None:
-        raise FormatError("validate: no --out FILE, expected where the record goes, or --records FILE")
+        raise FormatError("validate: no --out, expected --out FILE for the record, or --records FILE")
     else:
         _run(out, device or "cpu", quick, hardware, _count(threads), only, plots)
 
 
-def _hold(records: str, out: str | None, plots: str | None) -> None:
+def _compare_published(records: str, out: str | None, plots: str | None) -> None:
     """Print predictions for published measurements."""
     from ..report.records import hold
     from ..report.records.show import plot_held, render_held
@@ -165,15 +171,15 @@ def _hold(records: str, out: str | None, plots: str | None) -> None:
         target_of(out, ".json")
     if plots is not None:
         new_figure(1, 1)  # fail early if matplotlib is missing
-    found = hold(records)
+    comparison = hold(records)
     width, color = screen()
-    say(render_held(found, width, color=color), styled=color)
+    say(render_held(comparison, width, color=color), styled=color)
     if out is not None:
-        found.save(out)
+        comparison.save(out)
         say(f"written to {shorten(out, 200)}")
     if plots is not None:
-        say("\n".join(f"drawn to {shorten(str(path), 200)}" for path in plot_held(found, plots)))
-    if not found.holds:
+        say("\n".join(f"drawn to {shorten(str(path), 200)}" for path in plot_held(comparison, plots)))
+    if not comparison.holds:
         raise typer.Exit(1)
 
 
@@ -196,20 +202,20 @@ def _run(
     if only is not None:
         cases = [case for case in cases if only in case.name]
     with running(count):
-        found = validate(device, cases, hardware=hardware, quick=quick)
-    found.save(out)
+        validation = validate(device, cases, hardware=hardware, quick=quick)
+    validation.save(out)
     width, color = screen()
-    say(render_validation(found, width, color=color), styled=color)
+    say(render_validation(validation, width, color=color), styled=color)
     say(f"written to {shorten(out, 200)}")
     if plots is not None:
-        say("\n".join(f"drawn to {shorten(str(path), 200)}" for path in found.plot(plots)))
+        say("\n".join(f"drawn to {shorten(str(path), 200)}" for path in validation.plot(plots)))
 
 
 # -- trace -------------------------------------------------------------------------------------------------------------
 
 _INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?([^:=]*)(?::(\w+))?\Z", re.ASCII)
 #: Files in the traceback of every import.
-_NOT_THEIRS = {__file__, importlib.__file__, importlib.util.__file__, *(
+_IMPORT_FILES = {__file__, importlib.__file__, importlib.util.__file__, *(
     f"<frozen importlib._bootstrap{part}>" for part in ("", "_external")
 )}  # fmt: skip
 _FIRST_SIZE = 17  # unbound sizes are distinct primes from here on
@@ -222,19 +228,19 @@ def trace_command(
                       "returns a torch.nn.Module; MODULE is importable, or a file that ends in .py.")],
     sizes: opt.Sizes = None,
     inputs: Annotated[list[str] | None, typer.Option("--input", metavar="[NAME=]SIZES[:FORMAT]",
-                      help="One for each argument, such as B,S:int64 or mask=B,1,S,S: names stay symbols.")] = None,
+                      help="One per argument, such as B,S:int64 or mask=B,1,S,S; names stay symbolic.")] = None,
     train: Annotated[bool, typer.Option("--train", help="The module returns a loss: trace its backward pass.")] = False,
     optimizer: Annotated[str | None, typer.Option("--optimizer", metavar="NAME[:IMPLEMENTATION]",
-                         help="Of torch.optim, such as AdamW:foreach; its step is traced too.")] = None,
+                         help="Optimizer of torch.optim, such as AdamW:foreach; its step is traced too.")] = None,
     fold: Annotated[list[str] | None, typer.Option("--fold", metavar="SCOPE=NAME",
-                    help="Scope of repeated blocks, whose number becomes a symbol: transformer/h=L.")] = None,
+                    help="Scope of repeated blocks; their number becomes a symbol: transformer/h=L.")] = None,
     unknown: Annotated[str, typer.Option("--unknown", help="Ops without a rule: error, or symbol.")] = "error",
-    fixed: Annotated[str, typer.Option("--fixed", help="Sizes that the module turns into numbers, as loops do: error, "
-                     "or given.")] = "error",
-    device: Annotated[str, typer.Option("--device", metavar="NAME", help="What would run it: cpu, or cuda, of which "
-                      "none is needed.")] = "cpu",
-    arch: Annotated[str | None, typer.Option("--arch", metavar="NAME", help="With --device cuda: sm_80, sm_90 (as "
-                    "without), sm_100 and the like.")] = None,
+    fixed: Annotated[str, typer.Option("--fixed", help="Sizes that the module converts to Python numbers, as loops do: "
+                     "error or given.")] = "error",
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="Target device: cpu or cuda; no GPU is "
+                      "needed.")] = "cpu",
+    arch: Annotated[str | None, typer.Option("--arch", metavar="NAME", help="With --device cuda: sm_80, sm_90 (the "
+                    "default), sm_100 and so on.")] = None,
     out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Save the graph: a .json file.")] = None,
     hardware: opt.Hardware = None, depth: opt.Depth = 2, formulas: opt.Formulas = False,
 ) -> None:  # fmt: skip
@@ -249,26 +255,26 @@ def trace_command(
         --train --optimizer AdamW:foreach
     """
     if out is not None and not out.lower().endswith(".json"):
-        raise FormatError(f"--out {shorten(out)}: expected the name of a .json file")
-    folds = [_pair(word) for word in fold or ()]
-    given, dims = [_parsed(word) for word in inputs or ()], opt.read_sizes(sizes)
+        raise FormatError(f"--out {shorten(out)}: expected a name ending in .json")
+    folds = [_parse_fold(item) for item in fold or ()]
+    specifications, dims = [_parse_input(item) for item in inputs or ()], opt.read_sizes(sizes)
     need_torch("trace")
     from ..torch import (
         dispatched,
         trace,
     )
     from ..torch.cli_args import on_meta
-    from ..torch.cli_args import optimizer as made_optimizer
+    from ..torch.cli_args import optimizer as optimizer_factory
 
-    hints = _hints(given, dims)
-    tensors = [(name, on_meta(_numbers(shape, hints), dtype), shape) for name, shape, dtype in given]
+    hints = _hints(specifications, dims)
+    tensors = [(name, on_meta(_numbers(shape, hints), dtype), shape) for name, shape, dtype in specifications]
     graph = trace(
-        _made(target),
+        _call_factory(target),
         *(t for name, t, _ in tensors if name is None),
         dims=[_names(shape) for name, _, shape in tensors if name is None],
         keywords={name: t for name, t, _ in tensors if name is not None},
         keyword_dims={name: _names(shape) for name, _, shape in tensors if name is not None},
-        train=train, optimizer=None if optimizer is None else made_optimizer(optimizer), unknown=unknown,
+        train=train, optimizer=None if optimizer is None else optimizer_factory(optimizer), unknown=unknown,
         fixed=fixed, device=device, arch=arch,
     )  # fmt: skip
     for scope, name in folds:
@@ -280,15 +286,15 @@ def trace_command(
 
         save(graph, out)
     width, color = screen()
-    found = report(graph, hardware, depth=depth, **dims)  # type: ignore[arg-type]  # no size is an option
-    say(text.render(found, formulas=formulas, width=width, color=color), styled=color)
+    costs = report(graph, hardware, depth=depth, **dims)  # type: ignore[arg-type]  # no size is an option
+    say(text.render(costs, formulas=formulas, width=width, color=color), styled=color)
     for relation in graph.relations.relations:
         say(f"holds for {relation.text}")
-    for line in _chosen(dispatched(graph)):
+    for line in _rule_lines(dispatched(graph)):
         say(line)
 
 
-def _chosen(rows: Sequence[Any]) -> Iterator[str]:
+def _rule_lines(rows: Sequence[Any]) -> Iterator[str]:
     """Yield the device rules that calls follow, and how often."""
     for (rule, why), count in Counter((row.rule, row.why) for row in rows).items():
         yield f"{count} {'call' if count == 1 else 'calls'} by the rule {rule}: {why}"
@@ -298,37 +304,37 @@ def _chosen(rows: Sequence[Any]) -> Iterator[str]:
 
 
 @contextmanager
-def _theirs(target: str, expected: str) -> Iterator[None]:
+def _user_code(target: str, expected: str) -> Iterator[None]:
     """Run user code; report its exceptions in one line, with their location."""
     try:
         yield
     except CostGraphError:
         raise
     except (Exception, SystemExit) as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in _NOT_THEIRS]
-        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        what = shorten(f"{type(error).__name__}: {error}", 300)
-        raise FormatError(f"{shorten(target)}: raised {what}{where}, expected {expected}") from error
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in _IMPORT_FILES]
+        location = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        description = shorten(f"{type(error).__name__}: {error}", 300)
+        raise FormatError(f"{shorten(target)}: raised {description}{location}, expected {expected}") from error
 
 
-def _made(target: str) -> Any:
+def _call_factory(target: str) -> Any:
     """Call a factory function of a module or file."""
-    place, mark, name = target.rpartition(":")
+    module_name, mark, name = target.rpartition(":")
     if not mark or not is_name(name):
         raise FormatError(f"{shorten(target)}: expected MODULE:FACTORY, such as models.py:make")
-    with _theirs(place, "a module that can be imported"):
-        module = _from_file(place) if place.endswith(".py") else _imported(place)
+    with _user_code(module_name, "a module that can be imported"):
+        module = _from_file(module_name) if module_name.endswith(".py") else _imported(module_name)
     factory = getattr(module, name, None)
     if not callable(factory):
-        raise FormatError(f"{shorten(target)}: {name!r} is no function of it, expected one without arguments")
-    with _theirs(target, "a function without arguments that returns a torch.nn.Module"):
+        raise FormatError(f"{shorten(target)}: it has no function {name!r}, expected a function without arguments")
+    with _user_code(target, "a function without arguments that returns a torch.nn.Module"):
         return factory()
 
 
-def _from_file(place: str) -> Any:
-    if not Path(place).is_file():
-        raise FormatError(f"{shorten(place)}: no such file, expected one with a factory in it")
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+def _from_file(path: str) -> Any:
+    if not Path(path).is_file():
+        raise FormatError(f"{shorten(path)}: no such file, expected a file that defines the factory")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -337,10 +343,10 @@ def _from_file(place: str) -> Any:
     return module
 
 
-def _imported(place: str) -> Any:
+def _imported(name: str) -> Any:
     sys.path.insert(0, "")  # as `python -m` does
     try:
-        return importlib.import_module(place)
+        return importlib.import_module(name)
     finally:
         sys.path.remove("")
 
@@ -348,35 +354,35 @@ def _imported(place: str) -> Any:
 # -- inputs ------------------------------------------------------------------------------------------------------
 
 
-def _pair(word: str) -> tuple[str, str]:
-    scope, mark, name = word.rpartition("=")
+def _parse_fold(pair: str) -> tuple[str, str]:
+    scope, mark, name = pair.rpartition("=")
     if not mark or not scope or not is_name(name):
-        raise FormatError(f"--fold {shorten(word)}: expected SCOPE=NAME, such as transformer/h=L")
+        raise FormatError(f"--fold {shorten(pair)}: expected SCOPE=NAME, such as transformer/h=L")
     return scope, name
 
 
-def _parsed(word: str) -> tuple[str | None, list[str], str]:
-    match = _INPUT.match(word)
-    shape = [part.strip() for part in match.group(2).split(",")] if match and match.group(2).strip() else []
-    if match is None or not all(is_name(part) or part.isdecimal() for part in shape):
-        raise FormatError(f"--input {shorten(word)}: expected [NAME=]SIZES[:FORMAT], such as B,S:int64")
+def _parse_input(specification: str) -> tuple[str | None, list[str], str]:
+    match = _INPUT.match(specification)
+    shape = [size.strip() for size in match.group(2).split(",")] if match and match.group(2).strip() else []
+    if match is None or not all(is_name(size) or size.isdecimal() for size in shape):
+        raise FormatError(f"--input {shorten(specification)}: expected [NAME=]SIZES[:FORMAT], such as B,S:int64")
     return match.group(1), shape, match.group(3) or "float32"
 
 
 def _names(shape: list[str]) -> list[str | None]:
-    return [part if is_name(part) else None for part in shape]
+    return [size if is_name(size) else None for size in shape]
 
 
-def _hints(given: list[tuple[str | None, list[str], str]], dims: Mapping[str, int]) -> dict[str, int]:
+def _hints(specifications: list[tuple[str | None, list[str], str]], dims: Mapping[str, int]) -> dict[str, int]:
     from sympy import nextprime
 
     out: dict[str, int] = {}
     prime = _FIRST_SIZE
-    for part in dict.fromkeys(p for _, shape, _ in given for p in shape if is_name(p)):
-        out[part] = dims.get(part, prime)
+    for name in dict.fromkeys(p for _, shape, _ in specifications for p in shape if is_name(p)):
+        out[name] = dims.get(name, prime)
         prime = nextprime(prime)
     return out
 
 
 def _numbers(shape: list[str], hints: Mapping[str, int]) -> list[int]:
-    return [hints[part] if is_name(part) else read_size(part, "--input") for part in shape]
+    return [hints[size] if is_name(size) else read_size(size, "--input") for size in shape]

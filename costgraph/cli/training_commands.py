@@ -47,19 +47,23 @@ _POLICIES = ("none", "every-block", "from-start", "every:", "selective:", "keep:
 _Optimizer = Annotated[str, opt.choice("--optimizer", "NAME", f"{', '.join(OPTIMIZERS)}.", OPTIMIZERS)]
 _Implementation = Annotated[
     str | None,
-    opt.choice("--implementation", "HOW", "Of the optimizer: foreach, for-loop or fused.", IMPLEMENTATIONS),
+    opt.choice(
+        "--implementation", "NAME", "Implementation of the optimizer: foreach, for-loop or fused.", IMPLEMENTATIONS
+    ),
 ]
 _Precision = Annotated[
     str | None, opt.choice("--precision", "POLICY", f"{', '.join(POLICIES)}; as declared by default.", POLICIES)
 ]
-_Checkpoint = Annotated[str, opt.choice("--checkpoint", "HOW",
+_Checkpoint = Annotated[str, opt.choice("--checkpoint", "POLICY",
     "none, every-block, from-start, every:K, selective:NAME,NAME or keep:NAME,NAME.", _POLICIES)]  # fmt: skip
-_Accumulate = Annotated[str, typer.Option("--accumulate", metavar="N", help="Micro-batches of an update.")]
-_Clip = Annotated[float | None, typer.Option("--clip", metavar="NORM", help="Largest norm of all gradients.")]
-_Devices = Annotated[str, typer.Option("--devices", metavar="N", help="How many devices there are.")]
-_Tokens = Annotated[str | None, typer.Option("--tokens", metavar="N", help="Tokens that are trained on, such as 15T.")]
-_MFU = Annotated[float | None, typer.Option("--mfu", metavar="PART", help="Assumed; by default the roofline's.")]
-_Days = Annotated[float | None, typer.Option("--days", metavar="N", help="Most days that training may take.")]
+_Accumulate = Annotated[str, typer.Option("--accumulate", metavar="N", help="Micro-batches per update.")]
+_Clip = Annotated[float | None, typer.Option("--clip", metavar="NORM", help="Maximum norm of all gradients.")]
+_Devices = Annotated[str, typer.Option("--devices", metavar="N", help="Number of devices.")]
+_Tokens = Annotated[str | None, typer.Option("--tokens", metavar="N", help="Number of training tokens, such as 15T.")]
+_MFU = Annotated[
+    float | None, typer.Option("--mfu", metavar="FRACTION", help="Assumed MFU; by default that of the roofline.")
+]
+_Days = Annotated[float | None, typer.Option("--days", metavar="N", help="Maximum number of training days.")]
 
 
 def _step(
@@ -69,15 +73,13 @@ def _step(
     kind = OPTIMIZERS.get(optimizer)
     if kind is None:
         raise FormatError(f"--optimizer {shorten(optimizer)}: expected one of {', '.join(OPTIMIZERS)}")
-    made = kind() if implementation is None else kind(implementation=implementation)
-    times = read_size(accumulate, "--accumulate")
+    instance = kind() if implementation is None else kind(implementation=implementation)
+    micro_batches = read_size(accumulate, "--accumulate")
     policy = read_checkpoint(checkpoint)
     for name in () if policy is None else policy.names:
         if not any(f"/{name}/" in f"/{op.name}/" for op in graph.walk()):
-            raise FormatError(
-                f"--checkpoint selective: no op is in {shorten(name)}, expected a scope, a kernel or an op"
-            )
-    return training_step(graph, None, made, precision, policy, times, clip=clip)
+            raise FormatError(f"--checkpoint: no op is in {shorten(name)}, expected a scope, a kernel or an op")
+    return training_step(graph, None, instance, precision, policy, micro_batches, clip=clip)
 
 
 @command("train")
@@ -85,16 +87,16 @@ def train_command(
     model: opt.Model, sizes: opt.Sizes = None, hardware: opt.Hardware = None, optimizer: _Optimizer = "adamw",
     implementation: _Implementation = None, precision: _Precision = None, checkpoint: _Checkpoint = "none",
     accumulate: _Accumulate = "1", clip: _Clip = None, attention: opt.Attention = None, dtype: opt.Format = None,
-    dropout: opt.Dropout = None, composed: opt.Composed = False, symbolic: opt.Symbolic = False,
+    dropout: opt.Dropout = None, eager_ops: opt.EagerOps = False, symbolic: opt.Symbolic = False,
     count: opt.Count = "executed",
     fallback: opt.Fallback = None, depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False,
     json: opt.Json = None, csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
-    device: opt.On = None, arch: opt.Arch = None, dp: ranks.Dp = "1", cp: ranks.Cp = "1", tp: ranks.Tp = "1",
+    device: opt.TargetDevice = None, arch: opt.Arch = None, dp: ranks.Dp = "1", cp: ranks.Cp = "1", tp: ranks.Tp = "1",
     ep: ranks.Ep = "1", zero: ranks.Zero = 0, sequence: ranks.Sequence = False, context: ranks.Context = "gather",
-    reduce_each: ranks.ReduceEach = None, buckets: ranks.Buckets = "none", system: ranks.System = "torch",
+    reduce_every_microbatch: ranks.ReduceEach = None, buckets: ranks.Buckets = "none", system: ranks.System = "torch",
     network: ranks.Network = None, overlap: ranks.Overlap = "none", hierarchical: opt.Hierarchical = False,
     offload: ranks.Offload = "", pp: ranks.Pp = "1", schedule: ranks.Schedule = "1f1b",
-    micro_batches: ranks.MicroBatches = None, virtual: ranks.Virtual = "1", layers: ranks.Layers = None,
+    micro_batches: ranks.MicroBatches = None, virtual_stages: ranks.Virtual = "1", layers: ranks.Layers = None,
     stage: ranks.Stage = "first",
 ) -> None:  # fmt: skip
     """Print the costs of a training step: state and activation memory, FLOPs by phase, and times on a device.
@@ -109,45 +111,60 @@ def train_command(
       costgraph train llama-3-70b --hardware h100-sxm --precision bf16-master
         --dp 64 --tp 8 --zero 3 --sequence --overlap ideal B=64 S=8192
       costgraph train llama-3-70b --hardware h100-sxm --precision bf16-master
-        --tp 8 --pp 4 --micro-batches 16 --schedule interleaved --virtual 5
+        --tp 8 --pp 4 --micro-batches 16 --schedule interleaved --virtual-stages 5
         --stage last B=1 S=8192
     """
     check_files(json, csv, plot, memory_plot)
     dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
-    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
-    times = ranks.micro_batches_of(accumulate, micro_batches)
-    step = _step(graph, optimizer, implementation, precision, checkpoint, times, clip)
+    graph = load_model(model, attention, dtype, dropout, eager_ops, symbolic)
+    steps = ranks.micro_batches_of(accumulate, micro_batches)
+    step = _step(graph, optimizer, implementation, precision, checkpoint, steps, clip)
     degrees = {"dp": dp, "cp": cp, "tp": tp, "ep": ep}
-    made = ranks.rank_of(
-        step, degrees, zero, sequence, context, reduce_each, pp, schedule, virtual, layers, buckets, system
+    rank = ranks.rank_of(
+        step,
+        degrees,
+        zero,
+        sequence,
+        context,
+        reduce_every_microbatch,
+        pp,
+        schedule,
+        virtual_stages,
+        layers,
+        buckets,
+        system,
     )
-    made = on_host(made, offload.split(",")) if offload else made
-    step, dims, head = _stage(made, stage, hardware, fallback, network, dims)
-    found = report(
+    rank = on_host(rank, offload.split(",")) if offload else rank
+    step, dims, head = _stage(rank, stage, hardware, fallback, network, dims)
+    result = report(
         step, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch, overlap=overlap,
         network=network, hierarchical=hierarchical, **dims,
     ).sorted(sort)  # fmt: skip
-    draw_report(step, found, dims, plot, memory_plot)
-    if not write_files((json, lambda: to_json(found)), (csv, lambda: to_csv(found))):
+    draw_report(step, result, dims, plot, memory_plot)
+    if not write_files((json, lambda: to_json(result)), (csv, lambda: to_csv(result))):
         width, color = screen()
-        say(head + text.render(found, formulas=formulas, width=width, color=color), styled=color)
+        say(head + text.render(result, formulas=formulas, width=width, color=color), styled=color)
 
 
 def _stage(
-    made: Graph, stage: str, hardware: str | None, fallback: Any, network: str | None, dims: dict[str, Any]
+    rank: Graph, stage: str, hardware: str | None, fallback: Any, network: str | None, dims: dict[str, Any]
 ) -> tuple[Graph, dict[str, Any], str]:
     """Return the reported graph, its sizes, and for a pipeline a line with the time of all stages."""
-    step = ranks.stage_of(made, stage)
-    if not made.parts:
+    step = ranks.stage_of(rank, stage)
+    if not rank.parts:
         return step, dims, ""
-    of_stages(made, dims)  # raises an error for sizes that no stage has
-    own = {name: n for name, n in dims.items() if name in known_names(step)}
+    of_stages(rank, dims)  # raises an error for sizes that no stage has
+    stage_dims = {name: n for name, n in dims.items() if name in known_names(step)}
     if hardware is None:
-        return step, own, ""
-    taken = seconds(made, hardware, fallback=fallback, network=network, **dims)
-    if not isinstance(taken, float):  # a long formula
-        return step, own, ""
-    return step, own, f"A step of the pipeline takes {show(taken, 's')}; below is what its {stage} stage does.\n\n"
+        return step, stage_dims, ""
+    step_seconds = seconds(rank, hardware, fallback=fallback, network=network, **dims)
+    if not isinstance(step_seconds, float):  # a long formula
+        return step, stage_dims, ""
+    return (
+        step,
+        stage_dims,
+        f"A step of the pipeline takes {show(step_seconds, 's')}; below is what its {stage} stage does.\n\n",
+    )
 
 
 @command("plan")
@@ -156,7 +173,7 @@ def plan_command(
     mfu: _MFU = None, days: _Days = None, optimizer: _Optimizer = "adamw", implementation: _Implementation = None,
     precision: _Precision = None, checkpoint: _Checkpoint = "none", accumulate: _Accumulate = "1", clip: _Clip = None,
     attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
-    composed: opt.Composed = False,
+    eager_ops: opt.EagerOps = False,
     symbolic: opt.Symbolic = False, fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
     """Print preflight checks of a training run: each figure with its limit.
@@ -168,16 +185,16 @@ def plan_command(
     """
     check_files(json, csv)
     dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
-    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
+    graph = load_model(model, attention, dtype, dropout, eager_ops, symbolic)
     step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip)
-    found = preflight(
+    checks = preflight(
         step, hardware, devices=read_size(devices, "--devices"),
         tokens=None if tokens is None else read_size(tokens, "--tokens"), mfu=mfu, most_days=days, fallback=fallback,
         **dims,
     )  # fmt: skip
-    if not write_files((json, lambda: plan_json(found)), (csv, lambda: plan_csv(found))):
+    if not write_files((json, lambda: plan_json(checks)), (csv, lambda: plan_csv(checks))):
         width, color = screen()
-        say(render_plan(found, width=width, color=color), styled=color)
+        say(render_plan(checks, width=width, color=color), styled=color)
 
 
 # -- search ------------------------------------------------------------------------------------------------------------
@@ -186,66 +203,72 @@ SEARCH_SCHEMA = "costgraph/search/2"
 """Schema of the JSON output; the number changes with the keys."""
 
 _COLUMNS = (
-    "dp", "tp", "pp", "cp", "ep", "zero", "sequence", "micro_batch", "accumulate", "checkpoint", "schedule", "virtual",
-    "precision", "offload", "seconds", "throughput", "memory", "bound", "why",
+    "dp", "tp", "pp", "cp", "ep", "zero", "sequence", "micro_batch", "accumulate", "checkpoint", "schedule",
+    "virtual_stages", "precision", "offload", "seconds", "throughput", "memory", "bound", "why",
 )  # fmt: skip
 
 _Precisions = Annotated[
-    list[str] | None, typer.Option("--precision", metavar="POLICY", help="As for train, several times if wanted.")
+    list[str] | None, typer.Option("--precision", metavar="POLICY", help="As for train (repeatable).")
 ]
-_Memory = Annotated[str | None, typer.Option("--memory", metavar="N", help="Bytes that a plan may take on a device.")]
+_Memory = Annotated[str | None, typer.Option("--memory", metavar="N", help="Memory limit per device in bytes.")]
 _Dp = Annotated[str | None, typer.Option("--dp", metavar="N,N", help="Degrees of data parallelism to try.")]
 _Tp = Annotated[str | None, typer.Option("--tp", metavar="N,N", help="Degrees of tensor parallelism to try.")]
-_Pp = Annotated[str | None, typer.Option("--pp", metavar="N,N", help="Stages of a pipeline to try.")]
+_Pp = Annotated[str | None, typer.Option("--pp", metavar="N,N", help="Numbers of pipeline stages to try.")]
 _Cp = Annotated[str, typer.Option("--cp", metavar="N,N", help="Degrees of context parallelism to try; 1 by default.")]
 _Ep = Annotated[str | None, typer.Option("--ep", metavar="N,N", help="Degrees of expert parallelism to try.")]
-_Zero = Annotated[str | None, typer.Option("--zero", metavar="N,N", help="Stages of ZeRO to try, of 0 to 3.")]
-_Sequence = Annotated[str | None, typer.Option("--sequence", metavar="YES", help="Split the sequence: yes or no.")]
-_Micro = Annotated[str | None, typer.Option("--micro-batch", metavar="N,N", help="Samples at once to try.")]
-_Times = Annotated[str | None, typer.Option("--accumulate", metavar="N,N", help="Numbers of micro-batches to try.")]
-_How = Annotated[
-    list[str] | None, typer.Option("--checkpoint", metavar="HOW", help="As for train, several times if wanted.")
+_Zero = Annotated[str | None, typer.Option("--zero", metavar="N,N", help="ZeRO stages to try, from 0 to 3.")]
+_Sequence = Annotated[str | None, typer.Option("--sequence", metavar="YES", help="Sequence parallelism: yes or no.")]
+_MicroBatch = Annotated[str | None, typer.Option("--micro-batch", metavar="N,N", help="Micro-batch sizes to try.")]
+_Accumulations = Annotated[
+    str | None, typer.Option("--accumulate", metavar="N,N", help="Numbers of micro-batches to try.")
+]
+_Checkpoints = Annotated[
+    list[str] | None, typer.Option("--checkpoint", metavar="POLICY", help="As for train (repeatable).")
 ]
 _Schedule = Annotated[
-    list[str] | None, typer.Option("--schedule", metavar="NAME", help="Order of a pipeline, several times if wanted.")
+    list[str] | None, typer.Option("--schedule", metavar="NAME", help="Pipeline schedule (repeatable).")
 ]
-_Virtual = Annotated[str | None, typer.Option("--virtual", metavar="N,N", help="Groups of layers of a rank to try.")]
+_Virtual = Annotated[
+    str | None, typer.Option("--virtual-stages", metavar="N,N", help="Numbers of virtual stages per rank to try.")
+]
 _Offload = Annotated[
     list[str] | None,
-    typer.Option("--offload", metavar="WHAT", help="On the host: none, optimizer+parameters..."),
+    typer.Option(
+        "--offload", metavar="ROLES", help="Tensors in host memory: none, optimizer+parameters and so on (repeatable)."
+    ),
 ]
-_Workers = Annotated[str, typer.Option("--workers", metavar="N", help="Processes that derive side by side.")]
-_Pareto = Annotated[bool, typer.Option("--pareto", help="Only those beside which none is as fast and as small.")]
+_Workers = Annotated[str, typer.Option("--workers", metavar="N", help="Number of parallel processes.")]
+_Pareto = Annotated[bool, typer.Option("--pareto", help="Print only the Pareto front of time and memory.")]
 
 
-def _listed(text: str | None, option: str) -> list[int] | None:
-    return None if text is None else [int(word) if word == "0" else read_size(word, option) for word in text.split(",")]
+def _parse_sizes(text: str | None, option: str) -> list[int] | None:
+    return None if text is None else [int(item) if item == "0" else read_size(item, option) for item in text.split(",")]
 
 
-def _split(text: str | None) -> bool | None:
+def _parse_sequence(text: str | None) -> bool | None:
     if text not in (None, "yes", "no"):
         raise FormatError(f"--sequence {shorten(text)}: expected yes or no")
     return None if text is None else text == "yes"
 
 
-def search_records(found: Search) -> list[dict[str, Any]]:
+def search_records(result: Search) -> list[dict[str, Any]]:
     """Return a row for each plan, by column."""
-    return [{c: getattr(p, c) for c in _COLUMNS} | {"offload": "+".join(p.offload) or "none"} for p in found.rows]
+    return [{c: getattr(p, c) for c in _COLUMNS} | {"offload": "+".join(p.offload) or "none"} for p in result.rows]
 
 
-def _json(found: Search) -> str:
+def _json(result: Search) -> str:
     def record(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
         return {**row, "parts": dict(plan.parts)}
 
     data = {
-        "graph": found.graph,
-        "hardware": {"id": found.hardware.id, "name": found.hardware.name},
-        "devices": found.devices,
-        "limit": found.limit,
-        "tried": found.tried,
-        "unit": found.unit,
-        "notes": list(found.notes),
-        "plans": [record(*pair) for pair in zip(search_records(found), found.rows, strict=True)],
+        "graph": result.graph,
+        "hardware": {"id": result.hardware.id, "name": result.hardware.name},
+        "devices": result.devices,
+        "limit": result.limit,
+        "tried": result.tried,
+        "unit": result.unit,
+        "notes": list(result.notes),
+        "plans": [record(*pair) for pair in zip(search_records(result), result.rows, strict=True)],
     }
     return as_json(SEARCH_SCHEMA, data)
 
@@ -254,10 +277,12 @@ def _json(found: Search) -> str:
 def search_command(
     model: opt.Model, hardware: opt.Device, devices: _Devices, sizes: opt.Sizes = None, network: ranks.Network = None,
     precision: _Precisions = None, memory: _Memory = None, overlap: ranks.Overlap | None = None,
-    system: ranks.System = "torch", reduce_each: ranks.ReduceEach = None, hold: ranks.Hold = None,
+    system: ranks.System = "torch", reduce_every_microbatch: ranks.ReduceEach = None,
+    keep_gathered: ranks.KeepGathered = None,
     dp: _Dp = None, tp: _Tp = None, zero: _Zero = None, sequence: _Sequence = None,
-    micro_batch: _Micro = None, accumulate: _Times = None, pp: _Pp = None, cp: _Cp = "1", ep: _Ep = None,
-    checkpoint: _How = None, schedule: _Schedule = None, virtual: _Virtual = None, offload: _Offload = None,
+    micro_batch: _MicroBatch = None, accumulate: _Accumulations = None, pp: _Pp = None, cp: _Cp = "1", ep: _Ep = None,
+    checkpoint: _Checkpoints = None, schedule: _Schedule = None, virtual_stages: _Virtual = None,
+    offload: _Offload = None,
     pareto: _Pareto = False, attention: opt.Attention = None, dtype: opt.Format = None, fallback: opt.Fallback = None,
     workers: _Workers = "1", json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
@@ -274,25 +299,28 @@ def search_command(
     """
     check_files(json, csv)
     dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
-    taken = sorted(dims.keys() & signature(search).parameters.keys())
-    if taken:
-        raise FormatError(f"{taken[0]}={dims[taken[0]]}: search has an option of this name, expected --{taken[0]}")
+    reserved = sorted(dims.keys() & signature(search).parameters.keys())
+    if reserved:
+        raise FormatError(
+            f"{reserved[0]}={dims[reserved[0]]}: search has an option with this name, expected --{reserved[0]}"
+        )
     graph = load_model(model, attention, dtype, None)
-    many = read_size(workers, "--workers")
-    with ProcessPoolExecutor(many) if many > 1 else nullcontext() as executor:
-        found = search(
+    processes = read_size(workers, "--workers")
+    with ProcessPoolExecutor(processes) if processes > 1 else nullcontext() as executor:
+        result = search(
             graph, devices=read_size(devices, "--devices"), hardware=hardware, network=network,
-            precision=precision or None, schedule=schedule or "1f1b", virtual=_listed(virtual, "--virtual"),
-            offload=offload or "none",
+            precision=precision or None, schedule=schedule or "1f1b",
+            virtual_stages=_parse_sizes(virtual_stages, "--virtual-stages"), offload=offload or "none",
             memory=None if memory is None else read_size(memory, "--memory"), overlap=overlap,
-            system=system, reduce_each=reduce_each, hold=hold,
-            dp=_listed(dp, "--dp"), tp=_listed(tp, "--tp"), pp=_listed(pp, "--pp"),
-            cp=_listed(cp, "--cp"), ep=_listed(ep, "--ep"), zero=_listed(zero, "--zero"), sequence=_split(sequence),
-            micro_batch=_listed(micro_batch, "--micro-batch"), accumulate=_listed(accumulate, "--accumulate"),
+            system=system, reduce_every_microbatch=reduce_every_microbatch, keep_gathered=keep_gathered,
+            dp=_parse_sizes(dp, "--dp"), tp=_parse_sizes(tp, "--tp"), pp=_parse_sizes(pp, "--pp"),
+            cp=_parse_sizes(cp, "--cp"), ep=_parse_sizes(ep, "--ep"), zero=_parse_sizes(zero, "--zero"),
+            sequence=_parse_sequence(sequence),
+            micro_batch=_parse_sizes(micro_batch, "--micro-batch"), accumulate=_parse_sizes(accumulate, "--accumulate"),
             checkpoint=checkpoint or None, fallback=fallback, executor=executor, **dims,
         )  # fmt: skip
-    found = found.pareto() if pareto else found
+    result = result.pareto() if pareto else result
     if not write_files(
-        (json, lambda: _json(found)), (csv, lambda: as_csv(_COLUMNS, (row.values() for row in search_records(found))))
+        (json, lambda: _json(result)), (csv, lambda: as_csv(_COLUMNS, (row.values() for row in search_records(result))))
     ):
-        say(str(found))
+        say(str(result))

@@ -42,8 +42,8 @@ __all__ = [
 # memory and creates an array for each vocabulary entry.
 
 #: Header limit in bytes: vocabularies with 260,000 words take about 10 MB.
-_LARGEST = 2**26
-_MOST_DIMS, _MOST = 8, 2**63 - 1
+_MAX_HEADER_BYTES = 2**26
+_MAX_DIMS, _MOST = 8, 2**63 - 1
 _EXPECTED = "a GGUF file"
 
 #: Formats by number (ggml.h, `ggml_type`): name, as in `costgraph.dtypes` if there, elements and bytes of a block.
@@ -91,14 +91,14 @@ class _Reader:
     """Cursor over the header bytes."""
 
     def __init__(self, raw: bytes, place: str) -> None:
-        self.raw, self.place, self.at = raw, place, 0
+        self.raw, self.place, self.position = raw, place, 0
 
     def skip(self, size: int) -> int:
-        start, self.at = self.at, self.at + size
-        if self.at > len(self.raw):
+        start, self.position = self.position, self.position + size
+        if self.position > len(self.raw):
             raise FormatError(
-                f"{self.place}: {size} more bytes at byte {start} of {len(self.raw)}, expected {_EXPECTED} whose "
-                f"header ends, and before byte {_LARGEST}"
+                f"{self.place}: {size} bytes needed at byte {start} of {len(self.raw)}, expected {_EXPECTED} with "
+                f"a complete header of at most {_MAX_HEADER_BYTES} bytes"
             )
         return start
 
@@ -110,24 +110,24 @@ class _Reader:
         start = self.skip(size)
         try:
             return self.raw[start : start + size].decode("utf-8")
-        except UnicodeDecodeError as wrong:
-            raise FormatError(f"{self.place}: byte {start + wrong.start} is no UTF-8, expected a text") from None
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{self.place}: byte {start + error.start} is not valid UTF-8, expected text") from None
 
     def value(self, kind: int, place: str) -> Any:
         if kind not in _SCALARS and kind != _STRING:
-            raise FormatError(f"{place}: type {kind}, expected one of GGUF's")
+            raise FormatError(f"{place}: type {kind}, expected a GGUF type")
         return self.text() if kind == _STRING else self.number(_SCALARS[kind])
 
     def length(self, place: str) -> int:
         """Skip an array and return its length."""
-        of, count = self.number("I"), self.number("Q")
-        if of in _SCALARS:
-            self.skip(count * struct.calcsize(f"<{_SCALARS[of]}"))
-        elif of == _STRING:
+        element_type, count = self.number("I"), self.number("Q")
+        if element_type in _SCALARS:
+            self.skip(count * struct.calcsize(f"<{_SCALARS[element_type]}"))
+        elif element_type == _STRING:
             for _ in range(count):  # each takes at least 8 bytes
                 self.skip(self.number("Q"))
         else:
-            raise FormatError(f"{place}: an array of type {of}, expected numbers or texts")
+            raise FormatError(f"{place}: an array of type {element_type}, expected numbers or strings")
         return int(count)
 
 
@@ -137,7 +137,7 @@ def read_gguf(path: str) -> Gguf:
     Raise FormatError if it cannot be read or violates the format; the message says where.
     """
     place = place_of(path)
-    raw, size = read_start(path, place, _LARGEST, _EXPECTED)
+    raw, size = read_start(path, place, _MAX_HEADER_BYTES, _EXPECTED)
     reader = _Reader(raw, place)
     if not raw.startswith(b"GGUF"):
         raise FormatError(f"{place}: begins with {shown(raw[:4])}, expected {_EXPECTED}")
@@ -146,58 +146,59 @@ def read_gguf(path: str) -> Gguf:
     if version not in (2, 3):
         raise FormatError(f"{place}: version {version}, expected 2 or 3, little-endian")
     tensors, fields = reader.number("Q"), reader.number("Q")
-    found, lengths = dict[str, Any](), dict[str, int]()
+    scalars, lengths = dict[str, Any](), dict[str, int]()
     for _ in range(fields):  # each takes at least 12 bytes, as does a tensor
         name, kind = reader.text(), reader.number("I")
-        if name in found or name in lengths:
-            raise FormatError(f"{place}: {shorten(name)} twice, expected it once")
+        if name in scalars or name in lengths:
+            raise FormatError(f"{place}: {shorten(name)} occurs twice, expected once")
         if kind == _ARRAY:
             lengths[name] = reader.length(f"{place}: {shorten(name)}")
         else:
-            found[name] = reader.value(kind, f"{place}: {shorten(name)}")
-    placed = [_tensor(reader) for _ in range(tensors)]
-    _check_places(placed, found, reader.at, size, place)
-    return Gguf(found, lengths, tuple(t for t, _ in placed))
+            scalars[name] = reader.value(kind, f"{place}: {shorten(name)}")
+    tensor_starts = [_tensor(reader) for _ in range(tensors)]
+    _check_offsets(tensor_starts, scalars, reader.position, size, place)
+    return Gguf(scalars, lengths, tuple(t for t, _ in tensor_starts))
 
 
 def _tensor(reader: _Reader) -> tuple[StoredTensor, int]:
     name, dims = reader.text(), reader.number("I")
     place = f"{reader.place}: {shorten(name)}"
-    if dims > _MOST_DIMS:
-        raise FormatError(f"{place}: {dims} axes, expected {_MOST_DIMS} at most")
+    if dims > _MAX_DIMS:
+        raise FormatError(f"{place}: {dims} axes, expected at most {_MAX_DIMS}")
     shape = [reader.number("Q") for _ in range(dims)]
     kind, start = reader.number("I"), reader.number("Q")
     format_, elements, size = FORMATS.get(kind, ("", 1, 0))
     if not format_ or prod(shape) > _MOST or (shape or [1])[0] % elements:
         raise FormatError(
-            f"{place}: type {kind} of sizes {shown(shape)}, expected a known type, and whole blocks of {elements} first"
+            f"{place}: type {kind} of sizes {shown(shape)}, expected a known type and a first size divisible by "
+            f"{elements}"
         )
     return StoredTensor(name, tuple(reversed(shape)), format_, prod(shape) // elements * size), start
 
 
-def _check_places(
-    placed: list[tuple[StoredTensor, int]], fields: Mapping[str, Any], end: int, size: int, place: str
+def _check_offsets(
+    tensor_starts: list[tuple[StoredTensor, int]], fields: Mapping[str, Any], end: int, size: int, place: str
 ) -> None:
     """Raise FormatError if tensors share a name, overlap, or exceed the file."""
     step = fields.get("general.alignment", 32)
-    if type(step) is not int or not 0 < step <= _LARGEST:
+    if type(step) is not int or not 0 < step <= _MAX_HEADER_BYTES:
         raise FormatError(f"{place}: general.alignment is {shown(step)}, expected a number of bytes")
-    if len({t.name for t, _ in placed}) < len(placed):
-        raise FormatError(f"{place}: two tensors of one name, expected one")
-    first, at = -(-end // step) * step, 0
-    for tensor, start in sorted(placed, key=lambda p: (p[1], p[0].bytes)):
-        if start % step or start < at or first + start + tensor.bytes > size:
+    if len({t.name for t, _ in tensor_starts}) < len(tensor_starts):
+        raise FormatError(f"{place}: two tensors have the same name, expected unique names")
+    data_start, free_from = -(-end // step) * step, 0
+    for tensor, start in sorted(tensor_starts, key=lambda p: (p[1], p[0].bytes)):
+        if start % step or start < free_from or data_start + start + tensor.bytes > size:
             raise FormatError(
-                f"{place}: {shorten(tensor.name)} has {tensor.bytes} bytes from {start} on, expected a multiple of "
-                f"{step} that is {at} or more, and the end within the file of {size}"
+                f"{place}: {shorten(tensor.name)} has {tensor.bytes} bytes at offset {start}, expected a multiple of "
+                f"{step} of at least {free_from}, and an end within the file of {size} bytes"
             )
-        at = start + tensor.bytes
+        free_from = start + tensor.bytes
 
 
 # -- safetensors -------------------------------------------------------------------------------------------------------
 
 #: Header and index limit in bytes: headers of the largest models take 10 MB.
-_LARGEST_HEADER = 2**24
+_MAX_SAFETENSORS_HEADER = 2**24
 _MOST_FILES = 2**12
 
 #: Formats by safetensors dtype: name, as in `costgraph.dtypes` if there, and bits per element.
@@ -253,12 +254,12 @@ class Weights(Table):
 
     def by_format(self) -> dict[str, int]:
         """Return the bytes per dtype."""
-        found: Counter[str] = Counter()
+        totals: Counter[str] = Counter()
         for row in self.rows:
-            found[row.format] += row.bytes
-        return dict(found)
+            totals[row.format] += row.bytes
+        return dict(totals)
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{self.place}: {len(self.rows)} tensors"
 
     def _columns(self) -> Sequence[Column]:
@@ -320,10 +321,10 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
 
 def _in_folder(path: str | os.PathLike[str], place: str) -> str:
     names = ("model.safetensors.index.json", "model.safetensors")
-    found = [file for name in names if os.path.exists(file := os.path.join(os.fspath(path), name))]
-    if not found:
-        raise FormatError(f"{place}: a folder without weights, expected one of {', '.join(names)} in it")
-    return found[0]
+    existing = [file for name in names if os.path.exists(file := os.path.join(os.fspath(path), name))]
+    if not existing:
+        raise FormatError(f"{place}: no weights in this folder, expected one of {', '.join(names)}")
+    return existing[0]
 
 
 def _gguf(path: str) -> list[Weight]:
@@ -334,36 +335,36 @@ def _safetensors(path: str) -> list[Weight]:
     place, expected = place_of(path), "a safetensors file"
     start, size = read_start(path, place, 8, expected)
     length = int.from_bytes(start, "little")
-    if len(start) < 8 or not 2 <= length <= min(_LARGEST_HEADER, size - 8):
+    if len(start) < 8 or not 2 <= length <= min(_MAX_SAFETENSORS_HEADER, size - 8):
         raise FormatError(
-            f"{place}: a header of {length} bytes in a file of {size}, expected {expected}, and {_LARGEST_HEADER} "
-            "at most"
+            f"{place}: a header of {length} bytes in a file of {size}, expected {expected} with a header of at most "
+            f"{_MAX_SAFETENSORS_HEADER} bytes"
         )
     raw, _ = read_start(path, place, 8 + length, expected)
     try:
         header = _object(raw[8:].decode("utf-8"), place)
-    except UnicodeDecodeError as wrong:
-        raise FormatError(f"{place}: byte {8 + wrong.start} is no UTF-8, expected a header in JSON") from None
-    placed = [_entry(name, data, place) for name, data in header.items() if name != "__metadata__"]
-    at = 0
-    for weight, begin, end in sorted(placed, key=lambda p: p[1:]):
-        if begin != at or end - begin != weight.bytes:
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{place}: byte {8 + error.start} is not valid UTF-8, expected a header in JSON") from None
+    entries = [_entry(name, data, place) for name, data in header.items() if name != "__metadata__"]
+    offset = 0
+    for weight, begin, end in sorted(entries, key=lambda p: p[1:]):
+        if begin != offset or end - begin != weight.bytes:
             raise FormatError(
-                f"{place}: {shorten(weight.name)} has bytes {begin} to {end}, expected {at} to {at + weight.bytes}: "
-                f"{weight.format} of shape {shown(weight.shape)}, and no gap"
+                f"{place}: {shorten(weight.name)} has bytes {begin} to {end}, expected {offset} to "
+                f"{offset + weight.bytes}: {weight.format} of shape {shown(weight.shape)}, and no gap"
             )
-        at = end
-    if at != size - 8 - length:
-        raise FormatError(f"{place}: {size - 8 - length} bytes of data, expected the {at} of its header")
-    return [weight for weight, _, _ in placed]
+        offset = end
+    if offset != size - 8 - length:
+        raise FormatError(f"{place}: {size - 8 - length} bytes of data, expected {offset} according to the header")
+    return [weight for weight, _, _ in entries]
 
 
 def _entry(name: str, data: Any, place: str) -> tuple[Weight, int, int]:
     """Return a tensor from a header, with the begin and end of its data."""
-    right = isinstance(data, Mapping) and data.keys() == {"dtype", "shape", "data_offsets"}
-    fields: Mapping[str, Any] = data if right else {}
-    word, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    format_, bits = _FORMATS.get(word, ("", 0)) if isinstance(word, str) else ("", 0)
+    valid = isinstance(data, Mapping) and data.keys() == {"dtype", "shape", "data_offsets"}
+    fields: Mapping[str, Any] = data if valid else {}
+    dtype_name, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    format_, bits = _FORMATS.get(dtype_name, ("", 0)) if isinstance(dtype_name, str) else ("", 0)
     if not bits or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2 or prod(shape) > _MOST:
         raise FormatError(
             f"{place}: {shorten(name)} is {shown(data)}, expected a dtype of {', '.join(_FORMATS)}, a shape and two "
@@ -388,18 +389,24 @@ def _object(text: str, place: str) -> dict[str, Any]:
 
 def _index(path: str) -> list[Weight]:
     place = place_of(path)
-    listed = _object(read_text(path, place, _LARGEST_HEADER, "the index of a checkpoint"), place).get("weight_map")
-    if not isinstance(listed, dict) or not listed or not all(isinstance(f, str) for f in listed.values()):
-        raise FormatError(f"{place}: weight_map is {shown(listed)}, expected the name of a file for each tensor")
-    files = dict.fromkeys(listed.values())
-    odd = next((f for f in files if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", f, re.ASCII)), None)
-    if odd is not None or len(files) > _MOST_FILES:
-        wrong = f"{len(files)} files" if odd is None else shorten(odd)
-        raise FormatError(f"{place}: {wrong}, expected up to {_MOST_FILES} safetensors files of the same folder")
-    folder, found = os.path.dirname(path), []
+    weight_map = _object(read_text(path, place, _MAX_SAFETENSORS_HEADER, "the index of a checkpoint"), place).get(
+        "weight_map"
+    )
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise FormatError(f"{place}: weight_map is {shown(weight_map)}, expected the name of a file for each tensor")
+    files = dict.fromkeys(weight_map.values())
+    unexpected = next((f for f in files if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", f, re.ASCII)), None)
+    if unexpected is not None or len(files) > _MOST_FILES:
+        problem = f"{len(files)} files" if unexpected is None else shorten(unexpected)
+        raise FormatError(f"{place}: {problem}, expected up to {_MOST_FILES} safetensors files in the same folder")
+    folder, weights = os.path.dirname(path), []
     for file in files:
-        held = _safetensors(os.path.join(folder, file))
-        if odd := {w.name for w in held} ^ {name for name, of in listed.items() if of == file}:
-            raise FormatError(f"{place}: {shorten(min(odd))} is in {file} or named by the index alone, expected both")
-        found += held
-    return found
+        shard_weights = _safetensors(os.path.join(folder, file))
+        if unexpected := {w.name for w in shard_weights} ^ {
+            name for name, shard_file in weight_map.items() if shard_file == file
+        }:
+            raise FormatError(
+                f"{place}: {shorten(min(unexpected))} is only in {file} or only in the index, expected it in both"
+            )
+        weights += shard_weights
+    return weights

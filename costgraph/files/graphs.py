@@ -74,15 +74,15 @@ __all__ = [
 
 R = TypeVar("R", OpKind, Call)
 
-_known: dict[type[OpKind | Call], dict[str, tuple[Rule, bool]]] = {}
+_rules_by_kind: dict[type[OpKind | Call], dict[str, tuple[Rule, bool]]] = {}
 
 
 def _rules(kind: type[OpKind | Call]) -> dict[str, tuple[Rule, bool]]:
     """Return each field's rule, and whether it is required."""
-    if kind not in _known:
-        found = hints(kind)
-        _known[kind] = {f.name: (rule(found[f.name]), f.default is MISSING) for f in fields(kind)}
-    return _known[kind]
+    if kind not in _rules_by_kind:
+        field_hints = hints(kind)
+        _rules_by_kind[kind] = {f.name: (rule(field_hints[f.name]), f.default is MISSING) for f in fields(kind)}
+    return _rules_by_kind[kind]
 
 
 def typed(kind: type[R], facts: Mapping[str, Any]) -> R:
@@ -90,16 +90,20 @@ def typed(kind: type[R], facts: Mapping[str, Any]) -> R:
 
     Raise GraphError if a field is unknown, missing or has the wrong type.
     """
-    known, word = _rules(kind), "call" if kind is Call else kind.name
-    odd = next((name for name in facts if name not in known), None)
-    if odd is not None:
-        raise GraphError(f"attribute {shown(odd)} of {word!r}, expected none but {', '.join(known)}")
-    for name, (asked, needed) in known.items():
-        if needed and name not in facts:
-            raise GraphError(f"attribute {name!r} of {word!r} is missing, expected {asked.expected}")
+    field_rules, kind_name = _rules(kind), "call" if kind is Call else kind.name
+    unknown = next((name for name in facts if name not in field_rules), None)
+    if unknown is not None:
+        raise GraphError(
+            f"unknown attribute {shown(unknown)} of {kind_name!r}, expected one of {', '.join(field_rules)}"
+        )
+    for name, (expectation, required) in field_rules.items():
+        if required and name not in facts:
+            raise GraphError(f"attribute {name!r} of {kind_name!r} is missing, expected {expectation.expected}")
     for name, value in facts.items():
-        if not known[name][0].holds(value):
-            raise GraphError(f"attribute {name!r} of {word!r} is {shown(value)}, expected {known[name][0].expected}")
+        if not field_rules[name][0].holds(value):
+            raise GraphError(
+                f"attribute {name!r} of {kind_name!r} is {shown(value)}, expected {field_rules[name][0].expected}"
+            )
     return kind(**facts)
 
 
@@ -111,8 +115,8 @@ def of_version_1(kind: type[OpKind], facts: Mapping[str, Any], operands: Sequenc
     """
     if issubclass(kind, Indexed):
         along = facts.get("mode") == "along" or facts.get("along") is True
-        known = {("mode", "rows"), ("mode", "along")} if kind is Gather else {("along", True)}
-        facts = {k: v for k, v in facts.items() if not (isinstance(v, str | bool) and (k, v) in known)}
+        obsolete = {("mode", "rows"), ("mode", "along")} if kind is Gather else {("along", True)}
+        facts = {k: v for k, v in facts.items() if not (isinstance(v, str | bool) and (k, v) in obsolete)}
         facts |= {"batch": max(operands[0].ndim - 1, 0)} if along and operands else {}
     names = {f.name for f in fields(kind)}
     renamed = {k: f"bytes_{v}" for k, v in (("reads", "read"), ("writes", "written")) if f"bytes_{v}" in names}
@@ -140,64 +144,67 @@ Encode = Callable[[Any], Any]
 
 def ranks_data(graph: Graph, encode: Encode) -> dict[str, Any]:
     """Encode a per-rank graph's placements and pipeline schedule."""
-    out: dict[str, Any] = {}
+    data: dict[str, Any] = {}
     if graph.sharding is not None:
-        own = graph.sharding
-        placed = {"places": own.places, "gradients": own.gradients}
-        out["sharding"] = {
-            "mesh": [encode(own.mesh.axes), encode(own.mesh.joint)],
-            "outputs": [_placement_data(at, encode) for at in own.outputs],
-            "replicated": list(own.replicated),
-            "resharded": list(own.resharded),
-            "own": list(own.own),
-            **{key: {name: _placement_data(at, encode) for name, at in at_.items()} for key, at_ in placed.items()},
+        sharding = graph.sharding
+        placed = {"places": sharding.places, "gradients": sharding.gradients}
+        data["sharding"] = {
+            "mesh": [encode(sharding.mesh.axes), encode(sharding.mesh.joint)],
+            "outputs": [_placement_data(placement, encode) for placement in sharding.outputs],
+            "replicated": list(sharding.replicated),
+            "resharded": list(sharding.resharded),
+            "own": list(sharding.own),
+            **{
+                key: {name: _placement_data(placement, encode) for name, placement in by_name.items()}
+                for key, by_name in placed.items()
+            },
         }
     if graph.waiting is not None:
-        out["waiting"] = {f.name: encode(getattr(graph.waiting, f.name)) for f in fields(InFlightMicroBatches)}
-    return out
+        data["waiting"] = {f.name: encode(getattr(graph.waiting, f.name)) for f in fields(InFlightMicroBatches)}
+    return data
 
 
-def _placement_data(at: Placement, encode: Encode) -> list[Any]:
-    return [encode(at.dims), encode(at.partial)]
+def _placement_data(placement: Placement, encode: Encode) -> list[Any]:
+    return [encode(placement.dims), encode(placement.partial)]
 
 
 def read_ranks(graph: Graph, facts: Mapping[str, Any], decode: Encode) -> None:
     """Decode placements and a pipeline schedule into a graph; raise TypeError or similar if they are malformed."""
     if "sharding" in facts:
-        own = facts["sharding"]
-        axes, joint = map(decode, own["mesh"])
-        _need(all(isinstance(name, str) and isinstance(n, Poly) for name, n in axes), "mesh")
+        sharding_data = facts["sharding"]
+        axes, joint = map(decode, sharding_data["mesh"])
+        _require(all(isinstance(name, str) and isinstance(n, Poly) for name, n in axes), "mesh")
         mesh = Mesh(axes, joint)
         names = {t.name: t.ndim for g in graph.bodies() for t in g.tensors}
 
         def placement(data: Any, ndim: int) -> Placement:
-            made = Placement(*map(decode, data))
-            known = all(f in mesh if isinstance(f, str) else isinstance(f, Poly) for dim in made.dims for f in dim)
-            _need(len(made.dims) == ndim and known, "placement")
-            return made
+            placed = Placement(*map(decode, data))
+            valid = all(f in mesh if isinstance(f, str) else isinstance(f, Poly) for dim in placed.dims for f in dim)
+            _require(len(placed.dims) == ndim and valid, "placement")
+            return placed
 
-        outputs = zip(own["outputs"], graph.outputs, strict=True)
+        outputs = zip(sharding_data["outputs"], graph.outputs, strict=True)
         graph.sharding = Sharding(
             mesh,
-            {name: placement(data, names[name]) for name, data in own["places"].items()},
+            {name: placement(data, names[name]) for name, data in sharding_data["places"].items()},
             tuple(placement(data, t.ndim) for data, t in outputs),
-            {name: placement(data, names[name]) for name, data in own["gradients"].items()},
-            tuple(map(_text, own["resharded"])),
-            tuple(map(_text, own["own"])),
-            replicated=tuple(map(_text, own["replicated"])),
+            {name: placement(data, names[name]) for name, data in sharding_data["gradients"].items()},
+            tuple(map(_text, sharding_data["resharded"])),
+            tuple(map(_text, sharding_data["own"])),
+            replicated=tuple(map(_text, sharding_data["replicated"])),
         )
     if "waiting" in facts:
         graph.waiting = InFlightMicroBatches(**{name: decode(value) for name, value in facts["waiting"].items()})
 
 
 def _text(value: Any) -> str:
-    _need(isinstance(value, str), "text")
+    _require(isinstance(value, str), "text")
     return str(value)
 
 
-def _need(holds: bool, what: str) -> None:
+def _require(holds: bool, description: str) -> None:
     if not holds:
-        raise TypeError(f"{what} of a rank, expected axes, sizes and names")
+        raise TypeError(f"malformed {description} in a per-rank graph, expected axes, sizes and names")
 
 
 # -- reader ------------------------------------------------------------------------------------------------------------
@@ -217,8 +224,8 @@ _TENSOR = {"id", "type", "role", "shape", "dtype"}
 _BY_ROLE = {
     "param": {"pieces", "grad"}, "input": {"pieces", "grad"}, "formal": {"pieces", "offset", "domain"},
 }  # fmt: skip
-_DEEPEST = 20
-_DEEPEST_REPEAT = 8  # three iterations of each are examined, so every level triples the time
+_MAX_BODY_DEPTH = 20
+_MAX_LOOP_DEPTH = 8  # three iterations of each are examined, so every level triples the time
 _MOST_TERMS = 1 << 18  # over all sizes of a file
 _MOST_ASSUMPTIONS = 1000  # they are compared pairwise
 _MOST_STATES = 64  # prefixes of the assumptions to try: each is derived from scratch
@@ -232,16 +239,16 @@ class KnownAssumptions:
 
     def __init__(self, relations: Sequence[Relation]) -> None:
         self.relations = relations
-        self._made: dict[int, Relations] = {}
+        self._states: dict[int, Relations] = {}
 
     def __iter__(self) -> Iterator[Relations]:
-        every = len(self.relations)
-        for count in dict.fromkeys((every, 0, *range(every - 1, 0, -1))):
-            if count not in self._made:
-                if len(self._made) == _MOST_STATES:
-                    raise GraphError(f"fits none of {_MOST_STATES} states of the assumptions, expected one of them")
-                self._made[count] = Relations(self.relations[:count])
-            yield self._made[count]
+        total = len(self.relations)
+        for count in dict.fromkeys((total, 0, *range(total - 1, 0, -1))):
+            if count not in self._states:
+                if len(self._states) == _MOST_STATES:
+                    raise GraphError(f"fits none of {_MOST_STATES} states of the assumptions")
+                self._states[count] = Relations(self.relations[:count])
+            yield self._states[count]
 
 
 def node_id(node: Tensor | Op) -> str:
@@ -260,9 +267,9 @@ class Reader:
         self.depth = self.repeats = self.terms = 0
         self.sizes: dict[str, Poly] = {}
 
-    def error(self, what: str) -> FormatError:
+    def error(self, message: str) -> FormatError:
         """Return an error with the file's name."""
-        return FormatError(f"{self.place}: {what}")
+        return FormatError(f"{self.place}: {message}")
 
     def need(self, data: Any, key: str, kind: type, where: str) -> Any:
         """Return the value under a key, or raise FormatError if it has another type."""
@@ -275,11 +282,11 @@ class Reader:
     def size(self, text: Any, where: str) -> Poly:
         """Parse a formula, cached: files repeat few sizes many times."""
         if not isinstance(text, str) or text not in self.sizes:
-            found = parse_formula(text, where)
-            self.terms += len(found.terms)
+            parsed = parse_formula(text, where)
+            self.terms += len(parsed.terms)
             if self.terms > _MOST_TERMS:
                 raise self.error(f"{where}: more than {_MOST_TERMS} terms in the sizes, expected fewer")
-            self.sizes[text] = found
+            self.sizes[text] = parsed
         return self.sizes[text]
 
     def decode(self, data: Any, parent: Graph, where: str) -> Any:
@@ -313,13 +320,13 @@ class Reader:
     def graph(self, data: Any, parent: Graph | None, where: str) -> Graph:
         """Rebuild the root graph or an op's body."""
         self.depth += 1
-        if self.depth > _DEEPEST:
-            raise self.error(f"{where}: bodies in bodies, expected at most {_DEEPEST} levels")
+        if self.depth > _MAX_BODY_DEPTH:
+            raise self.error(f"{where}: too many nested bodies, expected at most {_MAX_BODY_DEPTH} levels")
         facts = self.need(data, "graph", dict, where)
         keys(self.place, data, _GRAPH, where)
         keys(self.place, facts, _FACTS | (_ROOT if parent is None else set()), where)
         if not self.need(data, "directed", bool, where) or self.need(data, "multigraph", bool, where):
-            raise self.error(f"{where}: another kind of graph, expected 'directed' true and 'multigraph' false")
+            raise self.error(f"{where}: unsupported kind of graph, expected 'directed' true and 'multigraph' false")
         name = self.need(facts, "name", str, where)
         graph = Graph(name, dtype=self.need(facts, "dtype", str, where))
         if parent is None:
@@ -352,7 +359,7 @@ class Reader:
     def tensor(self, tensors: Mapping[str, Tensor], name: str, where: str) -> Tensor:
         """Return an earlier tensor by name."""
         if name not in tensors:
-            raise self.error(f"{where}: tensor {shorten(name)} is not there, expected one made before")
+            raise self.error(f"{where}: tensor {shorten(name)} is unknown, expected an earlier tensor")
         return tensors[name]
 
     def source(self, graph: Graph, node: dict[str, Any], where: str) -> Tensor:
@@ -365,13 +372,13 @@ class Reader:
         need_name(role, name)
         self.claim(graph, name, where)
         shape = [self.size(s, where) for s in self.texts(node, "shape", where)]
-        stated = role == "param" or (role == "input" and "grad" in node)
-        grad = self.need(node, "grad", bool, where) if stated else False
+        has_grad = role == "param" or (role == "input" and "grad" in node)
+        grad = self.need(node, "grad", bool, where) if has_grad else False
         strides = None
         if role == "formal" or "strides" in node:
             strides = tuple(self.size(s, where) for s in self.texts(node, "strides", where))
             if len(strides) != len(shape):
-                raise self.error(f"{where}: {len(strides)} strides of {len(shape)} axes, expected one of each")
+                raise self.error(f"{where}: {len(strides)} strides for {len(shape)} axes, expected one for each")
         tensor = Tensor(
             graph, name, sizes_of(shape, f"{role} {name!r}"), find_dtype(self.need(node, "dtype", str, where)),
             role=role, strides=strides, requires_grad=grad, pieces=self.pieces(node, len(shape), where),
@@ -387,31 +394,33 @@ class Reader:
         """Return the number of a source's leading axes with separate allocations."""
         pieces: int = self.need(node, "pieces", int, where) if "pieces" in node else 0
         if not 0 <= pieces <= axes:
-            raise self.error(f"{where}: {shown(pieces)} leading axes of pieces, expected 0 to {axes}")
+            raise self.error(f"{where}: {shown(pieces)} leading axes with separate storages, expected 0 to {axes}")
         return pieces
 
     def gradients(self, data: Any, tensors: Mapping[str, Tensor], where: str) -> dict[Tensor, Tensor]:
         """Return each source's gradient."""
-        out: dict[Tensor, Tensor] = {}
+        by_source: dict[Tensor, Tensor] = {}
         for i in range(len(self.need(data, "gradients", list, where)) if "gradients" in data else 0):
             spot = f"{where}: gradient {i + 1}"
             pair = data["gradients"][i]
             names = self.texts({"pair": pair}, "pair", spot)
             if len(names) != 2:
-                raise self.error(f"{spot}: {shown(pair)}, expected the names of a source and of its gradient")
-            of, gradient = (self.tensor(tensors, n, spot) for n in names)
-            if of.producer is not None or of.role not in ("input", "param") or of in out:
-                raise self.error(f"{spot}: of {of.name!r}, expected a parameter or an input, once")
-            fits = gradient.sizes == of.sizes and gradient.storage.pieces == of.storage.pieces
+                raise self.error(f"{spot}: {shown(pair)}, expected the names of a source and its gradient")
+            source, gradient = (self.tensor(tensors, n, spot) for n in names)
+            if source.producer is not None or source.role not in ("input", "param") or source in by_source:
+                raise self.error(f"{spot}: source {source.name!r}, expected a parameter or an input, each once")
+            fits = gradient.sizes == source.sizes and gradient.storage.pieces == source.storage.pieces
             if not fits or gradient.dtype.kind != "float":
-                raise self.error(f"{spot}: {gradient!r} of {of!r}, expected a floating tensor of its shape and pieces")
-            out[of] = gradient
-        return out
+                raise self.error(
+                    f"{spot}: {gradient!r} of {source!r}, expected a floating tensor with its shape and storages"
+                )
+            by_source[source] = gradient
+        return by_source
 
     def claim(self, graph: Graph, name: str, where: str) -> None:
         """Reserve a unique name."""
         if name in graph.root._taken:
-            raise self.error(f"{where}: name {shorten(name)} a second time, expected unique names")
+            raise self.error(f"{where}: duplicate name {shorten(name)}, expected unique names")
         graph.root._taken[name] = 1
 
     def op(self, graph: Graph, node: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
@@ -429,23 +438,25 @@ class Reader:
         operands = [self.tensor(tensors, n, where) for n in self.texts(node, "operands", where)]
         repeated = kind is Repeat
         self.repeats += repeated
-        if self.repeats > _DEEPEST_REPEAT:
-            raise self.error(f"{where}: repeats in repeats, expected at most {_DEEPEST_REPEAT} levels")
-        op = self.made(graph, kind, operands, node, where)
+        if self.repeats > _MAX_LOOP_DEPTH:
+            raise self.error(f"{where}: too many nested repeats, expected at most {_MAX_LOOP_DEPTH} levels")
+        op = self.build_op(graph, kind, operands, node, where)
         self.repeats -= repeated
         op.scope = scope
         self.results(op, node, name, tensors, where)
 
-    def made(self, graph: Graph, kind: type[OpKind], operands: list[Tensor], node: dict[str, Any], where: str) -> Op:
+    def build_op(
+        self, graph: Graph, kind: type[OpKind], operands: list[Tensor], node: dict[str, Any], where: str
+    ) -> Op:
         """Append the op itself."""
         name, phase = node["id"].removesuffix("()"), node["phase"]
         try:
             facts = {k: self.decode(v, graph, where) for k, v in self.need(node, "attrs", dict, where).items()}
-            whole = next((t for t in operands if t.storage.pieces and kind is not Repeat), None)
+            stacked = next((t for t in operands if t.storage.pieces and kind is not Repeat), None)
             # recorded calls may take lists of layers, and `keep` does not read its operands
-            if whole is not None and not kind.takes_lists and "pieces" not in facts:
-                raise GraphError(f"{kind.name} of {whole!r}, expected a loop: it has a storage for each iteration")
-            op = self.added(graph, kind, facts, operands, name, phase)
+            if stacked is not None and not kind.takes_lists and "pieces" not in facts:
+                raise GraphError(f"{kind.name} of {stacked!r}, expected a loop: it has a storage for each iteration")
+            op = self.add_checked_op(graph, kind, facts, operands, name, phase)
             if op.body is not None:
                 op.body.owner, op.body.fused = op, kind is not Repeat
             op.kind.flops(op), op.kind.reads(op), op.kind.writes(op)  # fail now if it cannot be counted
@@ -463,7 +474,7 @@ class Reader:
             ) from None
         return op
 
-    def added(
+    def add_checked_op(
         self, graph: Graph, kind: type[OpKind], facts: dict[str, Any], operands: list[Tensor], name: str, phase: str
     ) -> Op:
         """Add an op after checking its fields against their types and the operands."""
@@ -479,29 +490,29 @@ class Reader:
         names = self.texts(node, "results", where)
         if op.name != name or len(names) != len(op.results):
             raise self.error(f"{where}: {name!r} has {len(op.results)} results, the file names {len(names)}")
-        for t, given in zip(op.results, names, strict=True):
-            if t.name != given:
-                need_name("result", given)
+        for t, file_name in zip(op.results, names, strict=True):
+            if t.name != file_name:
+                need_name("result", file_name)
                 op.graph.root._taken.pop(t.name, None)
-                self.claim(op.graph, given, where)
-                t.name = given
+                self.claim(op.graph, file_name, where)
+                t.name = file_name
                 if t.storage.role == "activation" and not t.is_view:
-                    t.storage.name = given
-            tensors[given] = t
+                    t.storage.name = file_name
+            tensors[file_name] = t
 
     def agree(self, graph: Graph, data: Any, where: str) -> None:
         """Compare stated nodes, edges and shapes with the derived ones; a mismatch means a corrupt or edited file."""
         edges = self.need(data, "edges", list, where)
-        stated = Counter((self.need(e, "source", str, where), self.need(e, "target", str, where)) for e in edges)
+        file_edges = Counter((self.need(e, "source", str, where), self.need(e, "target", str, where)) for e in edges)
         for edge in edges:
             keys(self.place, edge, ("source", "target"), f"{where}: an edge")
         derived = Counter((node_id(a), node_id(b)) for a, b in graph.edges)
-        if stated != derived:
-            odd = sorted(map(str, (stated - derived) + (derived - stated)))[0]
-            raise self.error(f"{where}: edge {shorten(odd)} does not agree with the operands of the ops")
+        if file_edges != derived:
+            mismatch = sorted(map(str, (file_edges - derived) + (derived - file_edges)))[0]
+            raise self.error(f"{where}: edge {shorten(mismatch)} does not match the operands of the ops")
         nodes = Counter(n["id"] for n in data["nodes"])
-        for odd in (nodes - Counter(map(node_id, graph.nodes))) or ():
-            raise self.error(f"{where}: tensor {shorten(odd)} is no result of an op, or stands there twice")
+        for mismatch in (nodes - Counter(map(node_id, graph.nodes))) or ():
+            raise self.error(f"{where}: tensor {shorten(mismatch)} is not the result of an op, or occurs twice")
         facts = {n["id"]: (n.get("shape"), n.get("dtype")) for n in data["nodes"] if n["type"] != "op"}
         for t in graph.tensors:
             shape, format_ = facts.get(t.name, (None, None))
@@ -539,9 +550,9 @@ def need(place: str, data: Any, key: str, kind: type, where: str) -> Any:
 
 def keys(place: str, data: Mapping[str, Any], known: Collection[str], where: str) -> None:
     """Raise FormatError if there is an unknown key: misspelt, or from another version."""
-    odd = next((key for key in data if key not in known), None)
-    if odd is not None:
-        raise FormatError(f"{place}: {where}: key {shorten(odd)}, expected one of {', '.join(sorted(known))}")
+    unknown = next((key for key in data if key not in known), None)
+    if unknown is not None:
+        raise FormatError(f"{place}: {where}: key {shorten(unknown)}, expected one of {', '.join(sorted(known))}")
 
 
 def texts(place: str, data: Any, key: str, where: str) -> list[str]:
@@ -559,14 +570,14 @@ def kept(kind: type, value: Any) -> Any:
     return value
 
 
-def _restriction(found: Any, tensor: Tensor) -> tuple[Domain, int, int] | None:
+def _restriction(decoded: Any, tensor: Tensor) -> tuple[Domain, int, int] | None:
     """Return a formal's domain, checked against its axes."""
-    if found is None:
+    if decoded is None:
         return None
-    domain, *axes = found
-    inside = all(isinstance(a, int) and not isinstance(a, bool) and 0 <= a < tensor.ndim for a in axes)
-    if not isinstance(domain, Domain) or len(axes) != 2 or axes[0] == axes[1] or not inside:
-        raise FormatError(f"domain {shown(found)} of {tensor!r}, expected a domain and two axes")
+    domain, *axes = decoded
+    in_range = all(isinstance(a, int) and not isinstance(a, bool) and 0 <= a < tensor.ndim for a in axes)
+    if not isinstance(domain, Domain) or len(axes) != 2 or axes[0] == axes[1] or not in_range:
+        raise FormatError(f"domain {shown(decoded)} of {tensor!r}, expected a domain and two axes")
     domain.points(tensor.sizes[axes[0]], tensor.sizes[axes[1]])  # raises if it cannot be counted
     return domain, axes[0], axes[1]
 
@@ -575,7 +586,7 @@ def _restriction(found: Any, tensor: Tensor) -> tuple[Domain, int, int] | None:
 
 _SCHEMAS = {"costgraph/graph/1": 1, "costgraph/graph/2": 2, "costgraph/graph/3": 3}
 _SCHEMA = "costgraph/graph/3"
-_LARGEST = 64 * 2**20
+_MAX_FILE_BYTES = 64 * 2**20
 
 
 def _encode(value: Any) -> Any:
@@ -627,10 +638,10 @@ def _node_data(node: Tensor | Op) -> dict[str, Any]:
             data["strides"] = [str(s) for s in node.strides]
         if node.producer is None and node.storage.host:
             data["host"] = True
-        stated = data["role"] == "param" or (data["role"] == "input" and node.requires_grad)
-        return data | ({"grad": node.requires_grad} if stated else {})
-    seen = {} if node.call is None else vars(node.call)
-    call = {"call": {k: _encode(v) for k, v in seen.items() if v != ""}} if seen else {}
+        has_grad = data["role"] == "param" or (data["role"] == "input" and node.requires_grad)
+        return data | ({"grad": node.requires_grad} if has_grad else {})
+    call_fields = {} if node.call is None else vars(node.call)
+    call = {"call": {k: _encode(v) for k, v in call_fields.items() if v != ""}} if call_fields else {}
     return call | {
         "type": "op",
         "kind": node.kind.name,
@@ -642,7 +653,7 @@ def _node_data(node: Tensor | Op) -> dict[str, Any]:
     }
 
 
-def _ordered(graph: Graph) -> Iterator[Tensor | Op]:
+def _nodes_in_order(graph: Graph) -> Iterator[Tensor | Op]:
     """Yield a graph's nodes with results right after their op, also those exported later."""
     for node in graph.nodes:
         if isinstance(node, Op):
@@ -653,31 +664,31 @@ def _ordered(graph: Graph) -> Iterator[Tensor | Op]:
 
 
 def _graph_data(graph: Graph) -> dict[str, Any]:
-    plain = nx.DiGraph(
+    exported = nx.DiGraph(
         name=graph.name,
         dtype=graph.dtype.name,
         outputs=[t.name for t in graph.outputs],
         formals=[t.name for t in graph.formals],
     )
     if graph.parent is None:
-        plain.graph |= {
+        exported.graph |= {
             "schema": _SCHEMA,
             "assumptions": [r.text for r in graph.relations.relations],
             "defaults": dict(graph.defaults),
             "loss": graph.loss,
         }
         if graph.matmul_dtype is not None:
-            plain.graph["matmul_dtype"] = graph.matmul_dtype
+            exported.graph["matmul_dtype"] = graph.matmul_dtype
         if graph.layers:
-            plain.graph["layers"] = sorted(graph.layers)
-        plain.graph |= ranks_data(graph, _encode)
+            exported.graph["layers"] = sorted(graph.layers)
+        exported.graph |= ranks_data(graph, _encode)
         if graph.parts:
-            plain.graph["parts"] = [_graph_data(part) for part in graph.parts]
+            exported.graph["parts"] = [_graph_data(part) for part in graph.parts]
         if graph.gradients:
-            plain.graph["gradients"] = [[t.name, g.name] for t, g in graph.gradients.items()]
-    plain.add_nodes_from((node_id(n), _node_data(n)) for n in _ordered(graph))
-    plain.add_edges_from((node_id(a), node_id(b)) for a, b in graph.edges)
-    data: dict[str, Any] = nx.node_link_data(plain, edges="edges")
+            exported.graph["gradients"] = [[t.name, g.name] for t, g in graph.gradients.items()]
+    exported.add_nodes_from((node_id(n), _node_data(n)) for n in _nodes_in_order(graph))
+    exported.add_edges_from((node_id(a), node_id(b)) for a, b in graph.edges)
+    data: dict[str, Any] = nx.node_link_data(exported, edges="edges")
     return data
 
 
@@ -704,11 +715,11 @@ def text_of(graph: Graph, place: str) -> str:
     try:
         return json.dumps(_graph_data(graph), indent=1, allow_nan=False)
     except (ValueError, TypeError) as error:
-        raise FormatError(f"{place}: cannot be written, {error}") from None
+        raise FormatError(f"{place}: cannot write the graph, {error}") from None
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def load(path: str | os.PathLike[str]) -> Graph:
@@ -760,18 +771,18 @@ def _read(place: str, data: Any) -> Graph:
     read_ranks(graph, facts, lambda value: reader.decode(value, graph, "top"))
     parts = need(place, facts, "parts", list, "top") if "parts" in facts else []
     if any("parts" in need(place, part, "graph", dict, "parts") for part in parts):
-        raise FormatError(f"{place}: parts of parts, expected stages of one pipeline")
+        raise FormatError(f"{place}: nested pipeline parts, expected stages of one pipeline")
     graph.parts = tuple(_read(place, part) for part in parts)
     graph.freeze()
     return graph
 
 
 def _data(path: str | os.PathLike[str], place: str) -> Any:
-    text = read_text(path, place, _LARGEST, "a graph in JSON")
+    text = read_text(path, place, _MAX_FILE_BYTES, "a graph in JSON")
     try:
         return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{place}: no JSON that can be read, {type(error).__name__}: {error}") from None
+        raise FormatError(f"{place}: invalid JSON, {type(error).__name__}: {error}") from None
 
 
 def _defaults(place: str, facts: dict[str, Any]) -> dict[str, int]:

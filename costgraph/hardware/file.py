@@ -108,8 +108,8 @@ DEVICES, NETWORKS = ("hardware", "."), ("network", "networks")
 
 def _folder() -> Path:
     # inside the package in a wheel, beside it in a checkout or an editable install
-    inside, beside = (folder / "hardware_specs" for folder in Path(__file__).resolve().parents[1:3])
-    return inside if inside.is_dir() else beside
+    packaged, checkout = (folder / "hardware_specs" for folder in Path(__file__).resolve().parents[1:3])
+    return packaged if packaged.is_dir() else checkout
 
 
 def known(of: tuple[str, str] = DEVICES) -> list[str]:
@@ -119,23 +119,23 @@ def known(of: tuple[str, str] = DEVICES) -> list[str]:
 
 def path_of(name_or_path: object, of: tuple[str, str] = DEVICES) -> Path:
     """Return the file for a name, or a path itself, which ends with ``.toml`` or contains a slash."""
-    what, folder = of
+    kind, folder = of
     if not isinstance(name_or_path, str | os.PathLike):
-        raise SpecError(f"{what} {shown(name_or_path)}: expected a name or the path of a TOML file")
+        raise SpecError(f"{kind} {shown(name_or_path)}: expected a name or the path of a TOML file")
     text = os.fsdecode(name_or_path)
     if isinstance(name_or_path, os.PathLike) or text.endswith(".toml") or "/" in text or os.sep in text:
         return Path(text)
     names = known(of)
     if text not in names:
         expected = f"{near(text, names)}expected the path of a .toml file or one of {', '.join(names)}"
-        raise SpecError(f"{what} {shown(text)} is unknown: {expected}")
+        raise SpecError(f"{kind} {shown(text)} is unknown: {expected}")
     return _folder() / folder / f"{text}.toml"
 
 
 # -- parsing -----------------------------------------------------------------------------------------------------------
 
-_MOST_BYTES = 2**20
-_MOST_DOTS = 1000  # per line: parsing a key takes quadratic time
+_MAX_FILE_BYTES = 2**20
+_MAX_DOTS = 1000  # per line: parsing a key takes quadratic time
 
 # plausible range, within which derived times are floats
 _LEAST, _MOST = Decimal("1e-60"), Decimal("1e60")
@@ -180,7 +180,9 @@ _TOP = {
 _NAMES = ("interconnect", "network", "link", "compute", "memory")
 _Level = Annotated[
     str,
-    Rule("a name in lower case, and none of a link", lambda v: re.fullmatch("[a-z][a-z0-9_]*", v) and v not in _NAMES),
+    Rule(
+        "a lower-case name other than that of a link", lambda v: re.fullmatch("[a-z][a-z0-9_]*", v) and v not in _NAMES
+    ),
 ]
 _NETWORK = {
     "name": Text, "topology": Text, "sources": Annotated[Mapping[_Key, Text], _TABLE],
@@ -198,8 +200,8 @@ def read_file(path: Path) -> dict[str, Any]:
         stat = path.stat()
     except (OSError, ValueError):  # reported when reading, with the expectation
         return _read(path)
-    found: dict[str, Any] = _copied(_read_version(path, stat.st_mtime_ns, stat.st_size))
-    return found
+    data: dict[str, Any] = _copied(_read_version(path, stat.st_mtime_ns, stat.st_size))
+    return data
 
 
 def _copied(value: Any) -> Any:
@@ -220,21 +222,21 @@ def _read(path: Path) -> dict[str, Any]:
     tables: dict[str, dict[str, Quantity]] = {"peak": {}, "vector": {}, "memory": {}}
     types: dict[str, str] = {}
     for name, units in TABLES.items():
-        given = top.pop(name, {})
+        table = top.pop(name, {})
         # [measured] takes any name and unit
-        hints = {key: Text if unit == "text" else _Entry for key, unit in units.items()} or dict.fromkeys(given, _Entry)
-        entries = read_fields(f"{place}: {name}", given, hints, hints.keys() - _NEEDED.get(name, ()), SpecError)
+        hints = {key: Text if unit == "text" else _Entry for key, unit in units.items()} or dict.fromkeys(table, _Entry)
+        entries = read_fields(f"{place}: {name}", table, hints, hints.keys() - _NEEDED.get(name, ()), SpecError)
         types |= {name: entries.pop("type")} if "type" in entries else {}
-        found = {
+        quantities = {
             key: _quantity(f"{place}: {name}: {key}", entry, units.get(key), top["sources"])
             for key, entry in entries.items()
         }
-        tables |= {name: found} if found else {}
+        tables |= {name: quantities} if quantities else {}
     if not tables["peak"]:
-        raise SpecError(f"{place}: peak has no rate, expected one at least, such as bf16")
+        raise SpecError(f"{place}: peak has no rate, expected at least one, such as bf16")
     memory = tables["memory"]
-    own = {"bandwidth": memory["bandwidth"], "memory": memory["capacity"], "measured_memory": memory.get("measured")}
-    return top | own | {"peak": tables["peak"], "vector": tables["vector"], "tables": tables, "types": types}
+    main = {"bandwidth": memory["bandwidth"], "memory": memory["capacity"], "measured_memory": memory.get("measured")}
+    return top | main | {"peak": tables["peak"], "vector": tables["vector"], "tables": tables, "types": types}
 
 
 def read_network(path: Path) -> dict[str, Any]:
@@ -246,55 +248,59 @@ def read_network(path: Path) -> dict[str, Any]:
     place, data = str(path), _parsed(path, "network")
     top = read_fields(place, data, _NETWORK, (), SpecError)
     levels: dict[str, dict[str, Quantity]] = {}
-    least = 1
-    for name, given in top.pop("levels").items():
+    previous = 1
+    for name, table in top.pop("levels").items():
         entries = read_fields(
-            f"{place}: {name}", given, dict.fromkeys(LEVEL, _Entry), LEVEL.keys() - {"devices"}, SpecError
+            f"{place}: {name}", table, dict.fromkeys(LEVEL, _Entry), LEVEL.keys() - {"devices"}, SpecError
         )
-        levels[name] = found = {
+        levels[name] = quantities = {
             key: _quantity(f"{place}: {name}: {key}", entry, LEVEL[key], top["sources"])
             for key, entry in entries.items()
         }
-        joined, less = found["devices"].number, found.get("oversubscription")
-        if not isinstance(joined, int) or joined < least:
-            raise SpecError(f"{place}: {name}: devices is {joined}, expected a whole number from {least} up")
-        if less is not None and less.number < 1:
-            raise SpecError(f"{place}: {name}: oversubscription is {less.number}, expected 1 or more")
-        least = joined
+        devices, oversubscription = quantities["devices"].number, quantities.get("oversubscription")
+        if not isinstance(devices, int) or devices < previous:
+            raise SpecError(f"{place}: {name}: devices is {devices}, expected an integer of at least {previous}")
+        if oversubscription is not None and oversubscription.number < 1:
+            raise SpecError(f"{place}: {name}: oversubscription is {oversubscription.number}, expected 1 or more")
+        previous = devices
     _check_torus(place, levels)
     return top | {"levels": levels}
 
 
 def _check_torus(place: str, levels: Mapping[str, Mapping[str, Quantity]]) -> None:
     """Raise for an inconsistent torus: every level is a dimension with whole rings, without switches."""
-    inside = 1
+    inner_devices = 1
     for name, level in levels.items():
         if (PER_LINK in level) != any(PER_LINK in other for other in levels.values()):
             raise SpecError(f"{place}: {name}: {PER_LINK} is missing; expected it in all levels of a torus")
         if PER_LINK in level:
-            found = int(level["devices"].number)
-            if found % inside:
-                raise SpecError(f"{place}: {name}: devices is {found}, expected a multiple of {inside} in a torus")
-            if wrong := [key for key in ("per_direction", "oversubscription") if key in level]:
-                raise SpecError(f"{place}: {name}: {wrong[0]} beside {PER_LINK}; expected no switches in a torus")
-            ring, least = level["ring"].number if "ring" in level else found, found // inside
-            if not isinstance(ring, int) or ring < least:
-                raise SpecError(f"{place}: {name}: ring is {ring}, expected a whole number from {least} up")
-            inside = found
+            devices = int(level["devices"].number)
+            if devices % inner_devices:
+                raise SpecError(
+                    f"{place}: {name}: devices is {devices}, expected a multiple of {inner_devices} in a torus"
+                )
+            if switch_keys := [key for key in ("per_direction", "oversubscription") if key in level]:
+                raise SpecError(
+                    f"{place}: {name}: {switch_keys[0]} together with {PER_LINK}; expected no switches in a torus"
+                )
+            ring, inner_rings = level["ring"].number if "ring" in level else devices, devices // inner_devices
+            if not isinstance(ring, int) or ring < inner_rings:
+                raise SpecError(f"{place}: {name}: ring is {ring}, expected an integer of at least {inner_rings}")
+            inner_devices = devices
         elif "ring" in level:
-            raise SpecError(f"{place}: {name}: ring, expected it in a torus, beside {PER_LINK}")
+            raise SpecError(f"{place}: {name}: ring outside a torus; expected it together with {PER_LINK}")
 
 
-def _parsed(path: Path, what: str) -> dict[str, Any]:
+def _parsed(path: Path, kind: str) -> dict[str, Any]:
     import tomllib  # most programs read no device
 
-    text = read_text(path, str(path), _MOST_BYTES, f"the TOML file of one {what}", SpecError)
+    text = read_text(path, str(path), _MAX_FILE_BYTES, f"the TOML file of one {kind}", SpecError)
     try:
-        if max(line.count(".") for line in text.split("\n")) > _MOST_DOTS:
-            raise SpecError(f"{path}: a line with more than {_MOST_DOTS} dots; expected short keys")
+        if max(line.count(".") for line in text.split("\n")) > _MAX_DOTS:
+            raise SpecError(f"{path}: a line with more than {_MAX_DOTS} dots; expected short keys")
         return tomllib.loads(text, parse_float=Decimal)
     except RecursionError:
-        raise SpecError(f"{path}: nested too deep; expected the tables of a specification") from None
+        raise SpecError(f"{path}: nested too deeply; expected the tables of a specification") from None
     except (ValueError, ArithmeticError) as error:
         raise SpecError(f"{path}: {error or type(error).__name__}; expected a readable TOML file") from None
 
@@ -313,6 +319,6 @@ def _quantity(place: str, entry: _Entry, base: str | None, sources: Mapping[str,
         raise SpecError(f"{place}: unit {shown(entry.unit)}, expected a unit of {base}")
     for key in entry.source:
         if key not in sources:
-            known = ", ".join(sources) or "none yet"
-            raise SpecError(f"{place}: source {shown(key)}, expected keys of [sources], which has {known}")
+            defined = ", ".join(sources) or "none yet"
+            raise SpecError(f"{place}: source {shown(key)}, expected keys of [sources], which has {defined}")
     return quantity(entry.value, entry.unit, ", ".join(entry.source), entry.note)

@@ -47,12 +47,13 @@ def domain_of(hardware: Hardware) -> int:
         return 1
     if "domain" not in table:
         raise SpecError(
-            f"hardware {hardware.id}: interconnect.domain is missing; expected how many devices its interconnect joins"
+            f"hardware {hardware.id}: interconnect.domain is missing; expected the number of devices that its "
+            "interconnect connects"
         )
-    found = table["domain"].number
-    if not isinstance(found, int) or found < 1:
-        raise SpecError(f"hardware {hardware.id}: interconnect.domain is {found}, expected a whole number above 0")
-    return found
+    devices = table["domain"].number
+    if not isinstance(devices, int) or devices < 1:
+        raise SpecError(f"hardware {hardware.id}: interconnect.domain is {devices}, expected a positive integer")
+    return devices
 
 
 def extents(hardware: Hardware) -> Iterator[tuple[str, int | None]]:
@@ -61,20 +62,21 @@ def extents(hardware: Hardware) -> Iterator[tuple[str, int | None]]:
     Raises SpecError as `domain_of`, or if a network level joins fewer devices than the level below.
     """
     if hardware.cluster is not None and hardware.cluster.torus:  # its links are the interconnect
-        least = 1
+        domain = 1
     else:
-        least = domain_of(hardware)
-        yield "interconnect", least
+        domain = domain_of(hardware)
+        yield "interconnect", domain
     if hardware.cluster is None:
         yield "network", None
         return
     for name, level in hardware.cluster.levels.items():
-        found = int(level["devices"].number)
-        if found < least:
+        devices = int(level["devices"].number)
+        if devices < domain:
             raise SpecError(
-                f"network {hardware.cluster.id}: {name}.devices is {found}, expected {least} of {hardware.id} or more"
+                f"network {hardware.cluster.id}: {name}.devices is {devices}, expected at least the {domain} of "
+                f"{hardware.id}"
             )
-        yield name, found
+        yield name, devices
 
 
 def wire(hardware: Hardware, name: str) -> Wire:
@@ -93,16 +95,16 @@ def wire(hardware: Hardware, name: str) -> Wire:
     '448.0 GB/s, 64.0 GB/s to one other'
     """
     level = hardware.cluster.levels.get(name) if hardware.cluster is not None else None
-    of = name if level is None else "interconnect" if PER_LINK in level else "network"
-    table = {**hardware.tables.get(of, {}), **(level or {})}
-    stated = [level[key] for key in ("per_direction", PER_LINK) if level and key in level]
-    bandwidth = poly((stated or [hardware.link(of)])[0].value)
+    table_name = name if level is None else "interconnect" if PER_LINK in level else "network"
+    table = {**hardware.tables.get(table_name, {}), **(level or {})}
+    rates = [level[key] for key in ("per_direction", PER_LINK) if level and key in level]
+    bandwidth = poly((rates or [hardware.link(table_name)])[0].value)
     if "oversubscription" in table:
         bandwidth = bandwidth / poly(table["oversubscription"].value)
     if "latency" not in table:
         raise SpecError(
-            f"hardware {hardware.id}: {of}.latency is missing; expected the seconds that a "
-            f"message over it takes beside its bytes"
+            f"hardware {hardware.id}: {table_name}.latency is missing; expected the seconds per "
+            f"message besides the transfer of its bytes"
         )
     links = table["links"].number if name == "interconnect" and "links" in table else None
     pair = bandwidth if links is None or links + 1 != domain_of(hardware) else bandwidth / links

@@ -59,7 +59,7 @@ class Network(Table):
         """Every number with its key, level by level."""
         return [(f"{level}.{key}", q) for level, keys in self.levels.items() for key, q in keys.items()]
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{self.id}: {len(self.levels)} levels of {self.name}"
 
     def _columns(self) -> Sequence[Column]:

@@ -77,8 +77,8 @@ def arch_of(name: object, place: str) -> Arch:
 
     Raises GraphError if the name is invalid, or torch has no kernels for the architecture.
     """
-    found = _NAME.match(name) if isinstance(name, str) else None
-    number = (0, 0) if found is None else (int(found[1]), int(found[2]))
+    match = _NAME.match(name) if isinstance(name, str) else None
+    number = (0, 0) if match is None else (int(match[1]), int(match[2]))
     if not _FIRST <= number <= _LAST:
         raise GraphError(
             f"{place}: arch {shown(name)}, expected a compute capability from sm_50 to sm_121, such as sm_80 or sm_90"
@@ -117,37 +117,41 @@ def nearest(wanted: DType, unit: str, peak: Rates, vector: Rates) -> tuple[str, 
     A format that holds all values of another one is no faster than that. The matrix unit is no slower than the vector
     unit, which works in fp32 or fp64.
     """
-    own, other = (("peak", peak), ("vector", vector))[:: 1 if unit == "matmul" else -1]
-    another = "vector unit" if unit == "matmul" else "matrix unit"
-    found = (
-        (own, _wider(own[1], wanted), "next wider format"),
-        (other, _wider(other[1], wanted, same=True), another),
-        (own, _other(own[1], wanted), "nearest format"),
-        (other, _other(other[1], wanted), f"{another}, nearest format"),
+    own_unit, other_unit = (("peak", peak), ("vector", vector))[:: 1 if unit == "matmul" else -1]
+    other_name = "vector unit" if unit == "matmul" else "matrix unit"
+    candidates = (
+        (own_unit, _next_wider(own_unit[1], wanted), "next wider format"),
+        (other_unit, _next_wider(other_unit[1], wanted, same=True), other_name),
+        (own_unit, _nearest_narrower(own_unit[1], wanted), "nearest format"),
+        (other_unit, _nearest_narrower(other_unit[1], wanted), f"{other_name}, nearest format"),
     )
-    return next(((f"{table}.{key}", why) for (table, _), key, why in found if key is not None), None)
+    return next(((f"{table}.{key}", why) for (table, _), key, why in candidates if key is not None), None)
 
 
 def fastest(peak: Rates, vector: Rates) -> str | None:
     """Return the entry of the highest rate, an upper bound on any missing rate; None without rates."""
     tables = (("peak", peak), ("vector", vector))
-    both = [(_speed(q), f"{table}.{key}") for table, rates in tables for key, q in rates.items()]
-    return max(both)[1] if both else None
+    all_rates = [(_speed(q), f"{table}.{key}") for table, rates in tables for key, q in rates.items()]
+    return max(all_rates)[1] if all_rates else None
 
 
-def _wider(rates: Rates, wanted: DType, *, same: bool = False) -> str | None:
-    """Return the narrowest format that holds `wanted`, preferring its own kind, then the slowest."""
-    found = {key: f for key, f in _formats(rates).items() if _holds(f, wanted) and (same or f.name != wanted.name)}
+def _next_wider(rates: Rates, narrow: DType, *, same: bool = False) -> str | None:
+    """Return the narrowest format that holds `narrow`, preferring its own kind, then the slowest."""
+    candidates = {key: f for key, f in _formats(rates).items() if _holds(f, narrow) and (same or f.name != narrow.name)}
     return min(
-        found, key=lambda key: (found[key].kind != wanted.kind, _size(found[key]), _speed(rates[key])), default=None
+        candidates,
+        key=lambda key: (candidates[key].kind != narrow.kind, _size(candidates[key]), _speed(rates[key])),
+        default=None,
     )
 
 
-def _other(rates: Rates, wanted: DType) -> str | None:
+def _nearest_narrower(rates: Rates, wanted: DType) -> str | None:
     """Return the widest format that does not hold `wanted`, preferring its own kind, then the fastest."""
-    found = _formats(rates)
+    candidates = _formats(rates)
     return max(
-        found, key=lambda key: (found[key].kind == wanted.kind, _size(found[key]), _speed(rates[key])), default=None
+        candidates,
+        key=lambda key: (candidates[key].kind == wanted.kind, _size(candidates[key]), _speed(rates[key])),
+        default=None,
     )
 
 
@@ -180,35 +184,35 @@ def rate_key(name: str, unit: str, peak: Mapping[str, Quantity]) -> str:
     return RATE_KEYS.get(name, name)
 
 
-def chosen_fallback(place: str, fallback: Fallback | None, wanted: str) -> str | None:
+def chosen_fallback(place: str, fallback: Fallback | None, format_: str) -> str | None:
     """Return the fallback for a format, or None; invalid fallbacks raise an error even if unused."""
     chosen: str | None = None
-    alone = {} if fallback is None else {wanted: fallback}
-    for asked, use in (fallback if isinstance(fallback, Mapping) else alone).items():
+    fallbacks = {} if fallback is None else {format_: fallback}
+    for format_name, use in (fallback if isinstance(fallback, Mapping) else fallbacks).items():
         table, dot, key = use.rpartition(".") if isinstance(use, str) else ("", "", "")
         if dot and (table not in ("peak", "vector") or key not in TABLES[table]):
             raise SpecError(f"{place}: fallback {use}; expected a number format, peak.KEY or vector.KEY")
         name = use if isinstance(use, str) and (dot or use in TABLES["peak"]) else dtype(use).name
-        if dtype(asked).name == wanted:
+        if dtype(format_name).name == format_:
             chosen = name
     return chosen
 
 
-def named_rate(tables: Mapping[str, Rates], use: str | None, unit: str, place: str) -> Quantity:
+def named_rate(tables: Mapping[str, Rates], fallback: str | None, unit: str, place: str) -> Quantity:
     """Return the rate that a fallback names, or raise SpecError."""
     rates = ", ".join(f"{table}.{key}" for table in ("peak", "vector") for key in tables[table])
-    if use is None:
-        raise SpecError(f"{place}; expected one of {rates}, or fallback= that names one of them")
-    table, dot, key = use.rpartition(".")
+    if fallback is None:
+        raise SpecError(f"{place}; expected one of {rates}, or fallback= with one of them")
+    table, dot, key = fallback.rpartition(".")
     if dot:
-        places = [tables[table]] if table in ("peak", "vector") else []
+        rate_tables = [tables[table]] if table in ("peak", "vector") else []
     else:
-        key = use if use in TABLES["peak"] else rate_key(dtype(use).name, "matmul", tables["peak"])
-        places = [tables["peak"]] if unit == "matmul" else [tables["vector"], tables["peak"]]
-    for rates_there in places:
-        if key in rates_there:
-            return rates_there[key]
-    raise SpecError(f"{place}, nor one for its fallback {use}; expected one of {rates}")
+        key = fallback if fallback in TABLES["peak"] else rate_key(dtype(fallback).name, "matmul", tables["peak"])
+        rate_tables = [tables["peak"]] if unit == "matmul" else [tables["vector"], tables["peak"]]
+    for table_rates in rate_tables:
+        if key in table_rates:
+            return table_rates[key]
+    raise SpecError(f"{place}, nor one for its fallback {fallback}; expected one of {rates}")
 
 
 # -- derived devices ---------------------------------------------------------------------------------------------------
@@ -222,59 +226,62 @@ _SHARED = {"peak": "", "vector": "", "memory": "", "cores": "", "power": "", "ca
 def share_of(place: str, value: object) -> Fraction:
     """Convert a share to a Fraction; SpecError if it is not in (0, 1]."""
     try:
-        found = Fraction(exact(value))
+        fraction = Fraction(exact(value))
     except SpecError:
-        found = Fraction(0)
-    if not 0 < found <= 1:
+        fraction = Fraction(0)
+    if not 0 < fraction <= 1:
         raise SpecError(f"{place} is {shown(value)}, expected a number above 0 and at most 1")
-    return found
+    return fraction
 
 
-def _times(q: Quantity, share: Fraction) -> Quantity:
+def _scaled_by(q: Quantity, share: Fraction) -> Quantity:
     return Quantity(exact(q.number * share), q.unit, q.source, q.note)
 
 
 def of_share(tables: Tables, share: Fraction) -> dict[str, dict[str, Quantity]]:
     """Return the tables for a share of a device, without measurements of the whole and links."""
-    out = {
+    shared = {
         name: {
-            key: q if _SHARED[name] and key.endswith(_SHARED[name]) else _times(q, share) for key, q in found.items()
+            key: q if _SHARED[name] and key.endswith(_SHARED[name]) else _scaled_by(q, share)
+            for key, q in entries.items()
         }
-        for name, found in tables.items()
+        for name, entries in tables.items()
         if name in _SHARED
     }
-    out["memory"] = {key: q for key, q in out["memory"].items() if key in ("capacity", "bandwidth")}
-    return out | {"clock": dict(tables["clock"])} if "clock" in tables else out
+    shared["memory"] = {key: q for key, q in shared["memory"].items() if key in ("capacity", "bandwidth")}
+    return shared | {"clock": dict(tables["clock"])} if "clock" in tables else shared
 
 
 def at_clock(tables: Tables, share: Fraction) -> dict[str, dict[str, Quantity]]:
     """Return the tables at a fraction of the clock: arithmetic rates scale, memory rates do not."""
     slower = ("FLOP/s", "Hz")
     return {
-        name: {key: _times(q, share) if q.unit in slower and name != "measured" else q for key, q in found.items()}
-        for name, found in tables.items()
+        name: {
+            key: _scaled_by(q, share) if q.unit in slower and name != "measured" else q for key, q in entries.items()
+        }
+        for name, entries in tables.items()
     }
 
 
 def as_symbols(tables: Tables) -> dict[str, dict[str, Quantity]]:
     """Return the tables with symbols for rates, bandwidths and caches."""
-    out = {name: dict(found) for name, found in tables.items()}
-    for place, name in symbols_of(tables).items():
-        table, _, key = place.partition(".")
-        out.setdefault(table, {})[key] = Quantity(symbol(name), TABLES[table][key])
-    return out
+    symbolic = {name: dict(entries) for name, entries in tables.items()}
+    for entry, name in symbols_of(tables).items():
+        table, _, key = entry.partition(".")
+        symbolic.setdefault(table, {})[key] = Quantity(symbol(name), TABLES[table][key])
+    return symbolic
 
 
 def as_attained(place: str, tables: Tables) -> dict[str, Mapping[str, Quantity]]:
     """Return the tables with measured rates from [attained] in place of the vendor's."""
-    found = tables.get("attained", {})
-    peak = {key: rate for key, rate in found.items() if key in PEAKS}
-    if "bandwidth" not in found or not peak:
+    measured = tables.get("attained", {})
+    peak = {key: rate for key, rate in measured.items() if key in PEAKS}
+    if "bandwidth" not in measured or not peak:
         raise SpecError(
             f"{place}: [attained] has no bandwidth or no matrix rate; expected both, as costgraph calibrate writes them"
         )
-    vector = {key.removeprefix("vector_"): rate for key, rate in found.items() if key.startswith("vector_")}
-    memory = {**tables["memory"], "bandwidth": found["bandwidth"]}
+    vector = {key.removeprefix("vector_"): rate for key, rate in measured.items() if key.startswith("vector_")}
+    memory = {**tables["memory"], "bandwidth": measured["bandwidth"]}
     return {**tables, "peak": peak, "vector": vector, "memory": memory}
 
 
@@ -352,13 +359,13 @@ class Hardware(Table):
         >>> print(load_hardware("v100-sxm2-16gb").rate("bf16", fallback="fp16"))
         125 TFLOP/s
         """
-        wanted, place = self._wanted(dtype_name, unit)
-        instead = chosen_fallback(f"hardware {self.id}", fallback, wanted)
-        found = self._at(place)
-        if found is not None:
-            return found
+        wanted, place = self._rate_entry(dtype_name, unit)
+        replacement = chosen_fallback(f"hardware {self.id}", fallback, wanted)
+        peak_rate = self._entry(place)
+        if peak_rate is not None:
+            return peak_rate
         place = f"hardware {self.id}: no {unit} rate {place} for {wanted}"
-        return named_rate(self.tables, instead, unit, place)
+        return named_rate(self.tables, replacement, unit, place)
 
     def nearest_rate(
         self, dtype_name: str | DType, unit: str = "matmul", fallback: Fallback | None = None, *, highest: bool = False
@@ -395,25 +402,25 @@ class Hardware(Table):
         >>> print(rate, "|", instead)
         15.7 TFLOP/s | peak.bf16 is missing, peak.fp32 (next wider format) stands in
         """
-        wanted, place = self._wanted(dtype_name, unit)
-        named, found = chosen_fallback(f"hardware {self.id}", fallback, wanted), self._at(place)
-        if found is not None:
-            return found, None
+        format_, entry = self._rate_entry(dtype_name, unit)
+        named, exact_rate = chosen_fallback(f"hardware {self.id}", fallback, format_), self._entry(entry)
+        if exact_rate is not None:
+            return exact_rate, None
         if named is not None:
             rate = self.rate(dtype_name, unit, fallback)
             used = next(f"{t}.{k}" for t in ("peak", "vector") for k, q in self.tables[t].items() if q is rate)
-            return rate, StandIn(place, used, NAMED)
+            return rate, StandIn(entry, used, NAMED)
         if highest:
             top = fastest(self.peak, self.vector)
             chosen = None if top is None else (top, "highest rate, for the lower bound")
         else:
-            of = dtype(wanted) if unit == "matmul" else dtype(place.removeprefix("vector."))
-            chosen = nearest(of, unit, self.peak, self.vector)
+            wanted_format = dtype(format_) if unit == "matmul" else dtype(entry.removeprefix("vector."))
+            chosen = nearest(wanted_format, unit, self.peak, self.vector)
         if chosen is None:
-            raise SpecError(f"hardware {self.id}: no {unit} rate {place} for {wanted}; expected one rate at least")
-        rate_there = self._at(chosen[0])
-        assert rate_there is not None
-        return rate_there, StandIn(place, *chosen)
+            raise SpecError(f"hardware {self.id}: no {unit} rate {entry} for {format_}; expected at least one rate")
+        stand_in_rate = self._entry(chosen[0])
+        assert stand_in_rate is not None
+        return stand_in_rate, StandIn(entry, *chosen)
 
     def symbolic(self) -> Hardware:
         """Return symbolic hardware: peak rates and bandwidths are symbols, so that times are formulas in them.
@@ -431,13 +438,13 @@ class Hardware(Table):
         >>> print(load_hardware("h100-sxm").symbolic().ridge("bf16"))
         peak_bf16/bandwidth
         """
-        return self._with(as_symbols(self.tables))
+        return self._with_tables(as_symbols(self.tables))
 
     @property
     def symbols(self) -> frozenset[str]:
         """Names of its symbols for ``symbolic()`` hardware; otherwise empty."""
-        found = [self.bandwidth, *self.peak.values(), *self.vector.values()]
-        names = symbols_of(self.tables).values() if any(isinstance(q.value, sympy.Symbol) for q in found) else ()
+        rates = [self.bandwidth, *self.peak.values(), *self.vector.values()]
+        names = symbols_of(self.tables).values() if any(isinstance(q.value, sympy.Symbol) for q in rates) else ()
         return frozenset(names)
 
     def bindings(self) -> dict[sympy.Symbol, sympy.Rational]:
@@ -449,8 +456,8 @@ class Hardware(Table):
         >>> float(h100.symbolic().ridge("bf16").subs(h100.bindings())) == float(h100.ridge("bf16"))
         True
         """
-        found = {name: self._at(place) for place, name in symbols_of(self.tables).items()}
-        return {symbol(name): sympy.sympify(q.value, strict=True) for name, q in found.items() if q is not None}
+        values = {name: self._entry(entry) for entry, name in symbols_of(self.tables).items()}
+        return {symbol(name): sympy.sympify(q.value, strict=True) for name, q in values.items() if q is not None}
 
     def ridge(self, dtype_name: str | DType, fallback: Fallback | None = None) -> Fraction | sympy.Expr:
         """Return the ridge point in FLOP/B, the intensity above which a matmul is compute-bound.
@@ -465,8 +472,8 @@ class Hardware(Table):
         >>> load_hardware("h100-sxm").ridge("bf16") == Fraction(9894, 10) / Fraction(335, 100)
         True
         """
-        found = poly(self.rate(dtype_name, fallback=fallback).value) / poly(self.bandwidth.value)
-        return found.expr if found.constant is None else Fraction(found.constant)
+        intensity = poly(self.rate(dtype_name, fallback=fallback).value) / poly(self.bandwidth.value)
+        return intensity.expr if intensity.constant is None else Fraction(intensity.constant)
 
     def capacity(self, measured: bool | None = None) -> Quantity:
         """Return the usable memory in bytes.
@@ -510,11 +517,11 @@ class Hardware(Table):
         >>> print(load_hardware("h200-sxm").last_level_cache)
         62.91 MB
         """
-        stated = self.tables.get("cache", {})
-        found = [stated[key] for key in ("last_level", "l2_reported_by_driver", "l2") if key in stated]
+        cache = self.tables.get("cache", {})
+        sizes = [cache[key] for key in ("last_level", "l2_reported_by_driver", "l2") if key in cache]
         if self.symbols:
-            return found[0] if found else None
-        return max(found, key=lambda size: Fraction(size.value), default=None)
+            return sizes[0] if sizes else None
+        return max(sizes, key=lambda size: Fraction(size.value), default=None)
 
     def part(self, share: object) -> Hardware:
         """Return a share of the device, such as one of two dies: rates, memory, caches, cores and power scale with it.
@@ -532,10 +539,10 @@ class Hardware(Table):
         >>> print(die.name, "|", die.rate("bf16"), "|", die.memory)
         0.5 of AMD Instinct MI250X (whole package, 2 GCD) | 191.5 TFLOP/s | 68.72 GB
         """
-        found = share_of(f"hardware {self.id}: share", share)
-        name = f"{float(found):g} of {self.name}"
-        made = self._with(of_share(self.tables, found))
-        return replace(made, id=f"{float(found):g} of {self.id}", name=name, measured_memory=None)
+        fraction = share_of(f"hardware {self.id}: share", share)
+        name = f"{float(fraction):g} of {self.name}"
+        device = self._with_tables(of_share(self.tables, fraction))
+        return replace(device, id=f"{float(fraction):g} of {self.id}", name=name, measured_memory=None)
 
     def at_clock(self, share: object) -> Hardware:
         """Return the device at a fraction of its clock, as under a power limit: arithmetic slows down, memory does not.
@@ -551,11 +558,13 @@ class Hardware(Table):
         >>> print(limited.id, "|", limited.rate("bf16"), "|", limited.bandwidth)
         h100-sxm at 0.8 of its clock | 791.5 TFLOP/s | 3.35 TB/s
         """
-        found = share_of(f"hardware {self.id}: share of the clock", share)
-        slower = f"at {float(found):g} of its clock"
-        return replace(self._with(at_clock(self.tables, found)), id=f"{self.id} {slower}", name=f"{self.name} {slower}")
+        fraction = share_of(f"hardware {self.id}: share of the clock", share)
+        suffix = f"at {float(fraction):g} of its clock"
+        return replace(
+            self._with_tables(at_clock(self.tables, fraction)), id=f"{self.id} {suffix}", name=f"{self.name} {suffix}"
+        )
 
-    def _with(self, tables: Mapping[str, Mapping[str, Quantity]]) -> Hardware:
+    def _with_tables(self, tables: Mapping[str, Mapping[str, Quantity]]) -> Hardware:
         peak, vector, memory = (tables.get(name, {}) for name in ("peak", "vector", "memory"))
         bandwidth, capacity = memory["bandwidth"], memory["capacity"]
         return replace(self, tables=tables, peak=peak, vector=vector, bandwidth=bandwidth, memory=capacity)
@@ -568,7 +577,7 @@ class Hardware(Table):
         SpecError
             If no matrix rate or no bandwidth was measured.
         """
-        return self._with(as_attained(f"hardware {self.id}", self.tables))
+        return self._with_tables(as_attained(f"hardware {self.id}", self.tables))
 
     def link(self, kind: Annotated[str, READ]) -> Quantity:
         """Return the bandwidth of a link in B/s per direction.
@@ -593,11 +602,11 @@ class Hardware(Table):
                 f"hardware {self.id}: link {shown(kind)} is unknown; expected one of {', '.join(LINK_KINDS)}"
             )
         table, key = LINK_KINDS[kind]
-        there = self.tables.get(table, {})
-        if key in there:
-            return there[key]
-        has = ", ".join(f"{table}.{k} = {v}" for k, v in there.items()) or f"a table [{table}]"
-        raise SpecError(f"hardware {self.id}: {table}.{key} is missing; expected it beside {has}")
+        entries = self.tables.get(table, {})
+        if key in entries:
+            return entries[key]
+        known_entries = ", ".join(f"{table}.{k} = {v}" for k, v in entries.items()) or f"a table [{table}]"
+        raise SpecError(f"hardware {self.id}: {table}.{key} is missing; expected it along with {known_entries}")
 
     @property
     def rows(self) -> list[tuple[str, Quantity]]:
@@ -611,7 +620,7 @@ class Hardware(Table):
         """
         return [(f"{table}.{key}", q) for table, keys in self.tables.items() for key, q in keys.items()]
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{shown(self.id)}: {len(self.rows)} numbers of {shown(self.name)}"
 
     def _columns(self) -> Sequence[Column]:
@@ -622,19 +631,23 @@ class Hardware(Table):
         )  # fmt: skip
 
     def _facts(self) -> Sequence[Fact]:
-        found = {"name": self.name, "arch": self.arch, **{f"{table}.type": text for table, text in self.types.items()}}
-        return [Fact(key, text) for key, text in found.items() if text is not None]
+        properties = {
+            "name": self.name,
+            "arch": self.arch,
+            **{f"{table}.type": text for table, text in self.types.items()},
+        }
+        return [Fact(key, text) for key, text in properties.items() if text is not None]
 
-    def _wanted(self, dtype_name: str | DType, unit: str) -> tuple[str, str]:
+    def _rate_entry(self, dtype_name: str | DType, unit: str) -> tuple[str, str]:
         """Return the compute format, and the entry of its rate."""
         table = {"matmul": "peak", "vector": "vector"}.get(unit) if isinstance(unit, str) else None
         if table is None:
             raise SpecError(f"hardware {self.id}: unit {shown(unit)} is unknown; expected 'matmul' or 'vector'")
-        found_format = dtype(dtype_name)
-        wanted = found_format.element or found_format.name
-        return wanted, f"{table}.{rate_key(wanted, unit, self.peak)}"
+        format_ = dtype(dtype_name)
+        format_name = format_.element or format_.name
+        return format_name, f"{table}.{rate_key(format_name, unit, self.peak)}"
 
-    def _at(self, place: str) -> Quantity | None:
+    def _entry(self, place: str) -> Quantity | None:
         table, _, key = place.partition(".")
         return self.tables.get(table, {}).get(key)
 
@@ -720,13 +733,13 @@ def levels(hardware: Hardware) -> tuple[Level, ...]:
     cache = hardware.tables.get("cache", {})
     stores = [next(key for key in places if key in cache) for places in _ORDER if not cache.keys().isdisjoint(places)]
     sizes = [_whole_device(hardware, cache, key) for key in stores]
-    whole = _NEAREST.issubset(stores) and bool(sizes[-1])
-    out = [Level("memory", hardware.bandwidth, total(sizes), whole)]
+    complete = _NEAREST.issubset(stores) and bool(sizes[-1])
+    hierarchy = [Level("memory", hardware.bandwidth, total(sizes), complete)]
     for i, key in enumerate(stores, start=1):
         rate = cache.get(f"{key}_bandwidth")
         if rate is not None and sizes[i:]:
-            out.append(Level(key, rate, total(sizes[i:]), whole))
-    return tuple(out)
+            hierarchy.append(Level(key, rate, total(sizes[i:]), complete))
+    return tuple(hierarchy)
 
 
 def _whole_device(hardware: Hardware, cache: Mapping[str, Quantity], key: str) -> Poly:

@@ -78,7 +78,7 @@ class Table:
     rows: Any
     """records"""
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         """Return a short description."""
         raise NotImplementedError
 
@@ -89,26 +89,28 @@ class Table:
         return ()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._about()})"
+        return f"{type(self).__name__}({self._description()})"
 
     def __str__(self) -> str:
-        columns, body, left, facts = _parts(self)
+        columns, body, omitted, facts = _parts(self)
         lines = _aligned([[c.head for c in columns], *body], columns)
-        lines += [f"... {left:,} more rows"] if left else []
+        lines += [f"... {omitted:,} more rows"] if omitted else []
         width = max((len(name) for name, _ in facts), default=0)
         return "\n".join([*lines, *(f"{name.ljust(width)}  {text}".strip() for name, text in facts)])
 
     def _repr_html_(self) -> str:
-        columns, body, left, facts = _parts(self)
+        columns, body, omitted, facts = _parts(self)
         sides = ["right" if c.unit else "left" for c in columns]
         rows = [html_cells("td", row, sides) for row in body]
-        rows += [f'<td colspan="{len(columns)}">... {left:,} more rows</td>'] if left else []
-        wide = f'<td colspan="{len(columns) - 1}" style="text-align: left">'
-        below = [f"{html_cells('th', [name], ['left'])}{wide}{html.escape(text)}</td>" for name, text in facts]
+        rows += [f'<td colspan="{len(columns)}">... {omitted:,} more rows</td>'] if omitted else []
+        value_cell = f'<td colspan="{len(columns) - 1}" style="text-align: left">'
+        footer = [f"{html_cells('th', [name], ['left'])}{value_cell}{html.escape(text)}</td>" for name, text in facts]
         head = html_cells("th", [c.head for c in columns], sides)
-        parts = (("thead", [head]), ("tbody", rows), ("tfoot", below))
-        inside = "".join(f"<{part}>{''.join(f'<tr>{r}</tr>' for r in found)}</{part}>" for part, found in parts)
-        return f"<table><caption>{html.escape(repr(self))}</caption>{inside}</table>"
+        parts = (("thead", [head]), ("tbody", rows), ("tfoot", footer))
+        sections = "".join(
+            f"<{part}>{''.join(f'<tr>{r}</tr>' for r in part_rows)}</{part}>" for part, part_rows in parts
+        )
+        return f"<table><caption>{html.escape(repr(self))}</caption>{sections}</table>"
 
     def to_pandas(self) -> Any:
         """Return the rows as a pandas DataFrame: numbers in base units (B, FLOP, s), formulas unchanged.
@@ -127,7 +129,7 @@ class Table:
             pandas = import_module("pandas")
         except ImportError:
             place = f"{type(self).__name__}.to_pandas"
-            raise UnsupportedError(f"{place}: pandas is missing, expected it from: pip install pandas") from None
+            raise UnsupportedError(f"{place}: pandas is not installed; install it with: pip install pandas") from None
         columns = self._columns()
         return pandas.DataFrame([[c.of(r) for c in columns] for r in self.rows], columns=[c.name for c in columns])
 
@@ -136,9 +138,9 @@ def _parts(table: Table) -> tuple[list[Column], list[list[str]], int, list[tuple
     """Return columns, formatted first rows, the number of omitted rows, and facts."""
     columns = [c for c in table._columns() if c.shown]
     facts = [(f.name, _fact(f)) for f in table._facts()]
-    rows, room = table.rows, MOST_LINES - 1 - len(facts)
-    left = 0 if len(rows) <= room else len(rows) - (room - 1)
-    return columns, [[c.cell(r) for c in columns] for r in islice(rows, len(rows) - left)], left, facts
+    rows, max_rows = table.rows, MOST_LINES - 1 - len(facts)
+    omitted = 0 if len(rows) <= max_rows else len(rows) - (max_rows - 1)
+    return columns, [[c.cell(r) for c in columns] for r in islice(rows, len(rows) - omitted)], omitted, facts
 
 
 def _aligned(cells: Sequence[Sequence[str]], columns: Sequence[Column]) -> list[str]:

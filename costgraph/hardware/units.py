@@ -96,11 +96,11 @@ class Quantity:
     def __post_init__(self) -> None:
         if self.unit not in BASE_UNITS:
             raise SpecError(
-                f"quantity: unit {shown(self.unit)} is no base unit; expected one of {', '.join(BASE_UNITS)}"
+                f"quantity: unit {shown(self.unit)} is not a base unit; expected one of {', '.join(BASE_UNITS)}"
             )
         for name in ("source", "note"):
             if not isinstance(getattr(self, name), str):
-                raise SpecError(f"quantity: {name} {shown(getattr(self, name))}; expected a text")
+                raise SpecError(f"quantity: {name} {shown(getattr(self, name))}; expected text")
         if isinstance(self.value, sympy.Symbol):
             check_symbol(self.value)
         else:
@@ -110,7 +110,7 @@ class Quantity:
     def number(self) -> Number:
         """The value; SpecError if it is a symbol."""
         if isinstance(self.value, sympy.Symbol):
-            raise SpecError(f"quantity {self.value}: a symbol of a device that is an unknown; expected a number")
+            raise SpecError(f"quantity {self.value}: a symbol of symbolic hardware; expected a number")
         return self.value
 
     def __add__(self, other: Quantity) -> Quantity:
@@ -123,7 +123,7 @@ class Quantity:
         if not isinstance(other, Quantity):
             return NotImplemented
         if other.number == 0:
-            raise SpecError(f"quantity: {self} divided by {other}; expected a divisor that is not zero")
+            raise SpecError(f"quantity: {self} divided by {other}; expected a nonzero divisor")
         if self.unit == other.unit:
             unit = "1"
         elif other.unit == "1":
@@ -132,7 +132,7 @@ class Quantity:
             unit = _QUOTIENTS[self.unit, other.unit]
         else:
             raise SpecError(
-                f"quantity: {self} divided by {other} has no unit here; expected one of {_known_quotients()}"
+                f"quantity: {self} divided by {other} has no supported unit; expected one of {_known_quotients()}"
             )
         return Quantity(exact(Fraction(self.number) / other.number), unit)
 
@@ -152,7 +152,7 @@ class Quantity:
             return NotImplemented
         if self.unit != other.unit:
             raise SpecError(
-                f"quantity: {self} in {self.unit} and {other} in {other.unit} have no sum; expected one unit"
+                f"quantity: {self} in {self.unit} and {other} in {other.unit} cannot be added; expected the same unit"
             )
         return Quantity(self.number + sign * other.number, self.unit)
 
@@ -174,7 +174,7 @@ def exact(value: object) -> Number:
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
         raise SpecError(
-            f"quantity: value {shown(value)} is no number; expected an int, a Fraction, a Decimal or a float"
+            f"quantity: value {shown(value)} is not a number; expected an int, a Fraction, a Decimal or a float"
         )
     if isinstance(value, numbers.Rational):
         fraction = Fraction(int(value.numerator), int(value.denominator))
@@ -204,10 +204,10 @@ def quantity(value: object, unit: str, source: str = "", note: str = "") -> Quan
     >>> quantity(80, "GB").value, quantity(80, "GiB").value, quantity(400, "Gbit/s").value
     (80000000000, 85899345920, 50000000000)
     """
-    made = _scaled(value, unit, source, note)
-    if made.value < 0:
-        raise SpecError(f"quantity: value {shown(value)} {unit}; expected a number that is not negative")
-    return made
+    converted = _scaled(value, unit, source, note)
+    if converted.value < 0:
+        raise SpecError(f"quantity: value {shown(value)} {unit}; expected a nonnegative number")
+    return converted
 
 
 def _scaled(value: object, unit: str, source: str = "", note: str = "") -> Quantity:
@@ -232,9 +232,9 @@ def format_quantity(value: object, unit: str) -> str:
         text = _digits(_rounded(measured.value))
         return text if measured.unit == "1" else f"{text} FLOP/B"
     prefixes = {"": 0, "m": -3, "u": -6, "n": -9} if measured.unit == "s" else _DECIMAL
-    least, *_, most = sorted(prefixes.values())
+    lowest, *_, highest = sorted(prefixes.values())
     number = _rounded(measured.value)
-    power = min(max(number.adjusted() // 3 * 3, least), most) if number else 0
+    power = min(max(number.adjusted() // 3 * 3, lowest), highest) if number else 0
     scaled = number.scaleb(-power)
     if scaled.adjusted() > 3:  # past the largest prefix a power of ten is easier to read
         return f"{_digits(number)} {measured.unit}"

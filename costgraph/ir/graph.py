@@ -104,7 +104,7 @@ __all__ = [
     "modify",
     "SIZE_ALIASES",
     "public",
-    "whole",
+    "transactional",
     "with_size_aliases",
     "Bindings",
     "bindings",
@@ -115,7 +115,7 @@ __all__ = [
     "same",
     "dimension_size",
     "stages",
-    "told",
+    "simplified",
     "Amount",
     "Amounts",
     "Count",
@@ -204,15 +204,15 @@ class Mesh:
 
     def together(self, axes: Sequence[str]) -> str | None:
         """Return the joint name of some axes, or None if they have none."""
-        return axes[0] if len(axes) == 1 else next((n for n, parts in self.joint if parts == tuple(axes)), None)
+        return axes[0] if len(axes) == 1 else next((n for n, mesh_axes in self.joint if mesh_axes == tuple(axes)), None)
 
     def beside(self, axis: str) -> frozenset[str]:
         """Return the other axes that share a joint name with an axis."""
-        return frozenset(a for _, parts in self.joint if axis in parts for a in parts) - {axis}
+        return frozenset(a for _, mesh_axes in self.joint if axis in mesh_axes for a in mesh_axes) - {axis}
 
     def begins(self, axes: Sequence[str]) -> bool:
         """Return whether some axes lead a joint name."""
-        return any(parts[: len(axes)] == tuple(axes) for _, parts in self.joint)
+        return any(mesh_axes[: len(axes)] == tuple(axes) for _, mesh_axes in self.joint)
 
     def __iter__(self) -> Iterator[str]:
         return iter(name for name, _ in self.axes)
@@ -226,20 +226,20 @@ class Mesh:
         return prod((n for _, n in self.axes), start=ONE)
 
     def __str__(self) -> str:
-        joint = (f"{name}=({', '.join(parts)})" for name, parts in self.joint)
+        joint = (f"{name}=({', '.join(mesh_axes)})" for name, mesh_axes in self.joint)
         return f"mesh({', '.join([*(f'{name}={n}' for name, n in self.axes), *joint])})"
 
 
 def tidy(factors: Iterable[Factor]) -> Factors:
     """Return factors with neighbouring sizes multiplied; empty if no mesh axis is among them."""
-    out: list[Factor] = []
+    merged: list[Factor] = []
     for f in factors:
-        if isinstance(f, str) or not out or isinstance(out[-1], str):
+        if isinstance(f, str) or not merged or isinstance(merged[-1], str):
             if f != ONE:
-                out.append(f)
+                merged.append(f)
         else:
-            out[-1] = out[-1] * f
-    return tuple(out) if any(isinstance(f, str) for f in out) else ()
+            merged[-1] = merged[-1] * f
+    return tuple(merged) if any(isinstance(f, str) for f in merged) else ()
 
 
 #: In-flight micro-batches besides the running one. Three pairs count those that wait for their backward pass and for
@@ -351,9 +351,9 @@ class Placement:
 
     def without(self, axes: Iterable[str], mesh: Mesh) -> Placement:
         """Return the placement after gathering and reducing along some mesh axes."""
-        gone = set(axes)
-        dims = tuple(tidy(mesh[f] if f in gone and isinstance(f, str) else f for f in dim) for dim in self.dims)
-        return Placement(dims, tuple(p for p in self.partial if p[0] not in gone))
+        dropped = set(axes)
+        dims = tuple(tidy(mesh[f] if f in dropped and isinstance(f, str) else f for f in dim) for dim in self.dims)
+        return Placement(dims, tuple(p for p in self.partial if p[0] not in dropped))
 
     def with_dims(self, dims: Sequence[Factors]) -> Placement:
         """Return the same placement for other axes."""
@@ -361,7 +361,7 @@ class Placement:
 
     def __str__(self) -> str:
         dims = " ".join(f"({' '.join(map(str, dim))})" if dim else "_" for dim in self.dims)
-        return dims + "".join(f" + {how} over {axis}" for axis, how in self.partial)
+        return dims + "".join(f" + {reduction} over {axis}" for axis, reduction in self.partial)
 
 
 @dataclass(frozen=True)
@@ -383,9 +383,9 @@ class Sharding:
     """Sources that exist in the per-rank graph only."""
 
 
-def size_of(factors: Factors, whole: Poly) -> Poly:
+def size_of(factors: Factors, full_size: Poly) -> Poly:
     """Return the local size along an axis."""
-    return prod((f for f in factors if not isinstance(f, str)), start=ONE) if factors else whole
+    return prod((f for f in factors if not isinstance(f, str)), start=ONE) if factors else full_size
 
 
 def blocks(factors: Factors, axis: str) -> Poly:
@@ -400,8 +400,8 @@ def seen(dim: Factors, axes: frozenset[str], mesh: Mesh) -> Factors:
 
 def agree(a: Factors, b: Factors, mesh: Mesh) -> bool:
     """Return whether two axes are split in the same way by the mesh axes that they share."""
-    both = frozenset(f for f in a if isinstance(f, str) and f in b)
-    return seen(a, both, mesh) == seen(b, both, mesh)
+    shared_axes = frozenset(f for f in a if isinstance(f, str) and f in b)
+    return seen(a, shared_axes, mesh) == seen(b, shared_axes, mesh)
 
 
 def distributed(factors: Factors, sizes: Sequence[Poly], mesh: Mesh) -> tuple[Factors, ...] | None:
@@ -414,37 +414,39 @@ def distributed(factors: Factors, sizes: Sequence[Poly], mesh: Mesh) -> tuple[Fa
         return (factors,)
     if not factors:
         return ((),) * len(sizes)
-    out: list[Factors] = []
-    rest = list(factors)
-    for at, size in enumerate(sizes):
-        mine: list[Factor] = []
-        left = size
-        while left != ONE and rest:
-            first = rest.pop(0)
-            if isinstance(first, str):
-                mine.append(first)
-                rest_of = _divided(left, mesh[first])
-                if rest_of is None:
+    placements: list[Factors] = []
+    pending = list(factors)
+    for dim, size in enumerate(sizes):
+        local_factors: list[Factor] = []
+        uncovered = size
+        while uncovered != ONE and pending:
+            factor = pending.pop(0)
+            if isinstance(factor, str):
+                local_factors.append(factor)
+                quotient = _divided(uncovered, mesh[factor])
+                if quotient is None:
                     return None
-                left = rest_of
+                uncovered = quotient
                 continue
-            if at == len(sizes) - 1 or first == left:
-                mine.append(first)
-                left = ONE if first == left else left
+            if dim == len(sizes) - 1 or factor == uncovered:
+                local_factors.append(factor)
+                uncovered = ONE if factor == uncovered else uncovered
                 continue
-            more, less = _divided(first, left), _divided(left, first)
-            behind = numel(sizes[at + 1 :]) / prod((mesh[f] if isinstance(f, str) else f for f in rest), start=ONE)
-            if more is not None and (is_integral(more) or more == behind):
-                mine.append(left)
-                rest.insert(0, more)
-                left = ONE
-            elif less is not None and is_integral(less):
-                mine.append(first)
-                left = less
+            outer_ratio, inner_ratio = _divided(factor, uncovered), _divided(uncovered, factor)
+            inner_size = numel(sizes[dim + 1 :]) / prod(
+                (mesh[f] if isinstance(f, str) else f for f in pending), start=ONE
+            )
+            if outer_ratio is not None and (is_integral(outer_ratio) or outer_ratio == inner_size):
+                local_factors.append(uncovered)
+                pending.insert(0, outer_ratio)
+                uncovered = ONE
+            elif inner_ratio is not None and is_integral(inner_ratio):
+                local_factors.append(factor)
+                uncovered = inner_ratio
             else:
                 return None
-        out.append(tidy(mine))
-    return None if any(isinstance(f, str) for f in rest) else tuple(out)
+        placements.append(tidy(local_factors))
+    return None if any(isinstance(f, str) for f in pending) else tuple(placements)
 
 
 def _divided(a: Poly, b: Poly) -> Poly | None:
@@ -455,8 +457,8 @@ def _divided(a: Poly, b: Poly) -> Poly | None:
         ratio = a / b
     except ShapeError:
         return None
-    known = ratio.constant
-    return ratio if known is None or (isinstance(known, int) and known >= 1) else None
+    constant = ratio.constant
+    return ratio if constant is None or (isinstance(constant, int) and constant >= 1) else None
 
 
 # -- pickling and deep copies ------------------------------------------------------------------------------------------
@@ -465,7 +467,7 @@ def _divided(a: Poly, b: Poly) -> Poly | None:
 # its graph and its index in that list.
 
 #: Attributes that are not copied: caches and build state.
-_OF_ONE = ("__networkx_cache__", "_places", "cache", "journal")
+_NOT_COPIED = ("__networkx_cache__", "_places", "cache", "journal")
 
 
 class Attributes(dict[str, Any]):
@@ -500,7 +502,7 @@ class Node:
     graph: Graph
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        places = _own(self.graph)[1]
+        places = _own_nodes(self.graph)[1]
         if self in places:
             return _node, (self.graph, places[self])
         return _node_of, (type(self),), _contents(self)  # a node removed from its graph
@@ -517,23 +519,23 @@ def _contents(node: Node) -> dict[str, Any]:
     return {name: getattr(node, name) for kind in type(node).__mro__ for name in getattr(kind, "__slots__", ())}
 
 
-def _own(graph: Graph) -> tuple[list[Any], dict[Any, int]]:
+def _own_nodes(graph: Graph) -> tuple[list[Any], dict[Any, int]]:
     """Return the nodes that belong to this graph itself, and the index of each."""
-    if _own not in graph.cache:
+    if _own_nodes not in graph.cache:
         nodes = [n for n in graph._node if isinstance(n, Node) and n.graph is graph]
-        graph.cache[_own] = nodes, {n: i for i, n in enumerate(nodes)}
-    found: tuple[list[Any], dict[Any, int]] = graph.cache[_own]
-    return found
+        graph.cache[_own_nodes] = nodes, {n: i for i, n in enumerate(nodes)}
+    indexed: tuple[list[Any], dict[Any, int]] = graph.cache[_own_nodes]
+    return indexed
 
 
 def reduced(graph: Graph) -> tuple[Any, ...]:
     """Return a graph's `__reduce_ex__` value, for pickle and deepcopy."""
-    graph.cache.pop(_own, None)  # networkx may have removed some since
-    nodes, _ = _own(graph)
+    graph.cache.pop(_own_nodes, None)  # networkx may have removed some since
+    nodes, _ = _own_nodes(graph)
     state = {
         name: value
         for name, value in vars(graph).items()
-        if name not in _OF_ONE and not isinstance(getattr(type(graph), name, None), cached_property)
+        if name not in _NOT_COPIED and not isinstance(getattr(type(graph), name, None), cached_property)
     }
     state["graph"] = dict(graph.graph), graph.graph.facts
     return _graph_of, (type(graph), [type(n) for n in nodes]), (state, [_contents(n) for n in nodes])
@@ -544,14 +546,14 @@ def filled(graph: Graph, state: Iterable[Any]) -> None:
     attributes, contents = state
     graph.__dict__.update(attributes)
     graph.graph = Attributes(*graph.graph)
-    for node, content in zip(_own(graph)[0], contents, strict=True):
+    for node, content in zip(_own_nodes(graph)[0], contents, strict=True):
         node.__setstate__(content)
 
 
 def _graph_of(kind: type[Graph], kinds: Iterable[type[Node]]) -> Graph:
     graph = kind()
     nodes = [_node_of(k) for k in kinds]
-    graph.cache[_own] = nodes, {n: i for i, n in enumerate(nodes)}
+    graph.cache[_own_nodes] = nodes, {n: i for i, n in enumerate(nodes)}
     return graph
 
 
@@ -559,9 +561,9 @@ def _node_of(kind: type[Node]) -> Node:
     return kind.__new__(kind)
 
 
-def _node(graph: Graph, place: int) -> Node:
-    found: Node = _own(graph)[0][place]
-    return found
+def _node(graph: Graph, index: int) -> Node:
+    node: Node = _own_nodes(graph)[0][index]
+    return node
 
 
 # -- build context -----------------------------------------------------------------------------------------------------
@@ -600,7 +602,7 @@ def current_graph(of: Graph | None = None) -> Graph:
     current = here().graph
     if of is None:
         if current is None:
-            raise GraphError("no graph is open, expected 'with costgraph.Graph(...) as g:' around")
+            raise GraphError("no graph is open; build the model inside 'with costgraph.Graph(...) as g:'")
         return current
     if current is not None and current.root is of.root:
         return current
@@ -609,26 +611,26 @@ def current_graph(of: Graph | None = None) -> Graph:
 
 def enter(**facts: Any) -> BuildContext:
     """Open a copy of the innermost place with some fields replaced."""
-    place = replace(here(), **facts)
-    _OPEN.set((*_OPEN.get(), place))
-    return place
+    context = replace(here(), **facts)
+    _OPEN.set((*_OPEN.get(), context))
+    return context
 
 
-def close(place: BuildContext) -> bool:
+def close(context: BuildContext) -> bool:
     """Close a place, innermost or not; return whether it was the innermost."""
-    inmost = here() is place
-    _OPEN.set(tuple(p for p in _OPEN.get() if p is not place))
+    inmost = here() is context
+    _OPEN.set(tuple(p for p in _OPEN.get() if p is not context))
     return inmost
 
 
 @contextmanager
 def opened(**facts: Any) -> Iterator[None]:
     """Build new ops with some fields of the place replaced: graph, levels, phase."""
-    place = enter(**facts)
+    context = enter(**facts)
     try:
         yield
     finally:
-        close(place)
+        close(context)
 
 
 def iterations_of(name: str) -> list[str]:
@@ -642,8 +644,8 @@ def base_name(name: str) -> str:
 
 
 def _suffix(name: str) -> str:
-    found = _SUFFIX.search(name) if "." in name else None
-    return "" if found is None else found.group()
+    match = _SUFFIX.search(name) if "." in name else None
+    return "" if match is None else match.group()
 
 
 def with_suffix(name: str) -> str:
@@ -700,15 +702,15 @@ def module(graph: Graph, name: str) -> Iterator[str]:
 
     A name may have several levels, separated by `/`. Raise GraphError if a level is not an identifier.
     """
-    used, number, own = graph.root.modules, 0, name
-    while "/".join((*here().levels, str(own))) in used:
+    taken, number, level = graph.root.modules, 0, name
+    while "/".join((*here().levels, str(level))) in taken:
         number += 1
-        own = f"{name}_{number}"
-    full = "/".join((*here().levels, str(own)))
-    with scope(own):
-        used.add(full)
-        graph.note(lambda: used.discard(full))
-        yield own
+        level = f"{name}_{number}"
+    qualified = "/".join((*here().levels, str(level)))
+    with scope(level):
+        taken.add(qualified)
+        graph.note(lambda: taken.discard(qualified))
+        yield level
 
 
 # -- registered views --------------------------------------------------------------------------------------------------
@@ -774,19 +776,22 @@ def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
 
     Blocks that share a scale run along the last axis; elements smaller than a byte are packed without gaps.
     """
-    along, across = dtype.padded
+    column_multiple, row_multiple = dtype.padded
     if dtype.padded != (1, 1) and sizes:
-        sizes = (windows_along(numel(sizes[:-1]), 0, across) * across, windows_along(sizes[-1], 0, along) * along)
+        sizes = (
+            windows_along(numel(sizes[:-1]), 0, row_multiple) * row_multiple,
+            windows_along(sizes[-1], 0, column_multiple) * column_multiple,
+        )
     count = numel(sizes)
-    out = count * (dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bytes)
+    total = count * (dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bytes)
     if dtype.block is not None:
-        last, rows = sizes[-1] if sizes else poly(1), numel(sizes[:-1])
+        columns, rows = sizes[-1] if sizes else poly(1), numel(sizes[:-1])
         for bits, per, high, flat in dtype.shares:
-            blocks = windows_along(count if flat else last, 0, per) if per else poly(1)
+            blocks = windows_along(count if flat else columns, 0, per) if per else poly(1)
             shared = poly(1) if flat else rows if high == 1 else windows_along(rows, 0, high)
-            out = out + shared * blocks * bits / 8
-        out = out + poly(dtype.tensor_bits) / 8
-    return out
+            total = total + shared * blocks * bits / 8
+        total = total + poly(dtype.tensor_bits) / 8
+    return total
 
 
 @cache
@@ -908,16 +913,18 @@ class Tensor(Node):
                 offset = offset + delta
         if self.graph.same(self.touched, storage.elements):
             return (storage,)
-        told = self.graph.told
-        pieces = frozenset((n, s) for n, s in zip(told(self.sizes), told(self.strides), strict=True) if s and n != 1)
-        return (storage, *told((offset,)), pieces)
+        simplified = self.graph.simplified
+        axes = frozenset(
+            (n, s) for n, s in zip(simplified(self.sizes), simplified(self.strides), strict=True) if s and n != 1
+        )
+        return (storage, *simplified((offset,)), axes)
 
     def apart(self, other: Tensor) -> bool:
         """Return whether it views another tensor's storage but provably shares no element with it."""
         if self.storage is not other.storage or self.dtype != other.dtype:
             return False
-        one, two = ((t.sizes, t.strides, t.offset) for t in (self, other))
-        return apart(one, two, self.graph.root.relations)
+        first, second = ((t.sizes, t.strides, t.offset) for t in (self, other))
+        return apart(first, second, self.graph.root.relations)
 
     def element_bytes(self) -> Poly:
         """Return the bytes per element, scales included."""
@@ -1038,30 +1045,30 @@ def named(name: object, default: str) -> Any:
     return default if isinstance(name, str) and not name else name
 
 
-def _text(size: Poly) -> str:
+def _size_text(size: Poly) -> str:
     return shown(size.constant) if isinstance(size.constant, int) else size.brief()
 
 
 def positive(place: str, value: object) -> Poly:
     """Return a size as a polynomial; raise ShapeError if it is not a positive integer."""
     try:
-        out = poly(value)
+        size = poly(value)
     except CostGraphError as error:
         raise type(error)(f"{place}: {error}") from None
-    if _is_no_size(out):
-        raise ShapeError(f"{place}: {_text(out)}, expected a positive integer")
-    return out
+    if _is_invalid_size(size):
+        raise ShapeError(f"{place}: {_size_text(size)}, expected a positive integer")
+    return size
 
 
 @cached(1 << 12)  # called for every axis in every tensor, with few distinct values
-def _is_no_size(size: Poly) -> bool:
+def _is_invalid_size(size: Poly) -> bool:
     if size.constant is not None:
         return not isinstance(size.constant, int) or size.constant < 1
-    most = lower(-size)
-    return (most is not None and most >= 0) or not _may_be_whole(size)  # -B is below 1 for every B
+    negated_bound = lower(-size)
+    return (negated_bound is not None and negated_bound >= 0) or not _may_be_integer(size)  # -B is below 1 for every B
 
 
-def _may_be_whole(p: Poly) -> bool:
+def _may_be_integer(p: Poly) -> bool:
     """Return whether a formula can be an integer for some sizes: unrounded logarithms cannot."""
     return p.constant is not None or (
         bool(p.names()) and not any(_has_log(generator(k)) for k in p.generators() if k[0] == "~")
@@ -1077,25 +1084,25 @@ def _has_log(expr: sympy.Expr) -> bool:
 def amount(place: str, value: object) -> Poly:
     """Return FLOPs, bytes or elements as a polynomial; raise ShapeError if they are negative."""
     try:
-        out = poly(value)
+        result = poly(value)
     except CostGraphError as error:
         raise type(error)(f"{place}: {error}") from None
-    most = lower(-out) if out.constant is None else -out.constant
-    if most is not None and most > 0:
-        raise ShapeError(f"{place}: {_text(out)}, expected an amount that is not negative")
-    return out
+    negated_bound = lower(-result) if result.constant is None else -result.constant
+    if negated_bound is not None and negated_bound > 0:
+        raise ShapeError(f"{place}: {_size_text(result)}, expected an amount that is not negative")
+    return result
 
 
 def sizes_of(shape: Sequence[object], place: str) -> SizeTuple:
     """Return a shape as polynomials; raise ShapeError if a size is not positive."""
     unordered = type(shape) is not tuple and isinstance(shape, str | bytes | set | frozenset | Mapping | Tensor)
     try:
-        given = None if unordered else [size for size, _ in zip(shape, range(_MOST_AXES + 1), strict=False)]
+        axis_sizes = None if unordered else [size for size, _ in zip(shape, range(_MOST_AXES + 1), strict=False)]
     except TypeError:  # NumPy scalars have __iter__ too
-        given = None
-    if given is None or len(given) > _MOST_AXES:
+        axis_sizes = None
+    if axis_sizes is None or len(axis_sizes) > _MOST_AXES:
         raise GraphError(f"{place}: shape {shown(shape)}, expected a tuple of sizes such as (B, S, D)")
-    sizes = [positive(f"{place}: axis {i}", size) for i, size in enumerate(given)]
+    sizes = [positive(f"{place}: axis {i}", size) for i, size in enumerate(axis_sizes)]
     try:
         numel(sizes)
     except ShapeError as error:  # each is a valid size, but their product is too large
@@ -1103,9 +1110,9 @@ def sizes_of(shape: Sequence[object], place: str) -> SizeTuple:
     return tuple(sizes)
 
 
-def sizes(place: str, given: Mapping[str, object]) -> dict[str, Poly]:
+def sizes(place: str, axis_sizes: Mapping[str, object]) -> dict[str, Poly]:
     """Return a caller's axis sizes as polynomials, by name."""
-    return {name: positive(f"{place}: size of {shown(name)}", value) for name, value in given.items()}
+    return {name: positive(f"{place}: size of {shown(name)}", value) for name, value in axis_sizes.items()}
 
 
 # -- transactions ------------------------------------------------------------------------------------------------------
@@ -1120,7 +1127,7 @@ class Journal:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] | None = None
-        self.asked = ""
+        self.caller = ""
         """Outermost public call, named in error messages."""
 
     def note(self, undo: Callable[[], object]) -> None:
@@ -1129,27 +1136,27 @@ class Journal:
             self._undo.append(undo)
 
     @contextmanager
-    def whole(self, asked: str = "") -> Iterator[None]:
+    def transaction(self, caller: str = "") -> Iterator[None]:
         """Run a transaction for a named call: roll back its changes if it raises."""
         outermost = self._undo is None
         if outermost:
-            self.asked = asked
+            self.caller = caller
         undo = self._undo = [] if self._undo is None else self._undo
-        before = len(undo)
+        savepoint = len(undo)
         try:
             yield
         except BaseException:
-            while len(undo) > before:
+            while len(undo) > savepoint:
                 undo.pop()()
             raise
         finally:
             if outermost:
-                self._undo, self.asked = None, ""
+                self._undo, self.caller = None, ""
 
 
-def whole(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+def transactional(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
     """Decorate a function to run as a transaction on its operands' graph, or on the open graph."""
-    asked = name or function.__name__
+    caller = name or function.__name__
 
     @wraps(function)
     def called(*args: Any, **named: Any) -> Any:
@@ -1157,7 +1164,7 @@ def whole(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
         graph = here().graph if operand is None else operand.graph
         if graph is None:
             return function(*args, **named)
-        with graph.whole(asked):
+        with graph.transaction(caller):
             return function(*args, **named)
 
     return called
@@ -1189,7 +1196,7 @@ def with_size_aliases(function: Callable[..., Any]) -> Callable[..., Any]:
             if alias in names or name not in names:
                 continue
             if name in named:
-                raise BindingError(f"{function.__name__}: {alias} and {name} are two names of one size, expected one")
+                raise BindingError(f"{function.__name__}: {alias} and {name} are two names of one size, pass only one")
             named[name] = named.pop(alias)
         return function(*args, **named)
 
@@ -1198,7 +1205,7 @@ def with_size_aliases(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def public(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function as users call it: it accepts size aliases, and a refused call leaves its graph as it was."""
-    return whole(with_size_aliases(function))
+    return transactional(with_size_aliases(function))
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
@@ -1221,12 +1228,11 @@ def _forget(graph: Graph | None) -> None:
         graph = graph.parent
 
 
-def modify(graph: Graph, asked: str) -> None:
+def modify(graph: Graph, caller: str) -> None:
     """Raise GraphError if the graph is finished, else invalidate derived results."""
     if graph.frozen:
         raise GraphError(
-            f"{graph.root.journal.asked or asked}: graph {graph.root.name!r} is finished, expected an open one: "
-            "'with g:' opens graph g again"
+            f"{graph.root.journal.caller or caller}: graph {graph.root.name!r} is finished; reopen it with 'with g:'"
         )
     forget(graph)
 
@@ -1256,8 +1262,8 @@ class GraphAttribute(Generic[T]):
         self.name = name
 
     def __get__(self, graph: Graph, owner: type) -> T:
-        out: T = graph.graph.facts[self.name]
-        return out
+        value: T = graph.graph.facts[self.name]
+        return value
 
     def __set__(self, graph: Graph, value: T) -> None:
         forget(graph)
@@ -1268,9 +1274,9 @@ class CheckedAttribute(GraphAttribute[T]):
     """Carried attribute that users may set: its values are validated."""
 
     def __set__(self, graph: Graph, value: T) -> None:
-        asked = rule(get_args(self.__orig_class__)[0])  # type: ignore[attr-defined]  # typing sets it
-        if not asked.holds(value):
-            raise GraphError(f"graph {graph.name!r}: {self.name} is {shown(value)}, expected {asked.expected}")
+        expectation = rule(get_args(self.__orig_class__)[0])  # type: ignore[attr-defined]  # typing sets it
+        if not expectation.holds(value):
+            raise GraphError(f"graph {graph.name!r}: {self.name} is {shown(value)}, expected {expectation.expected}")
         super().__set__(graph, value)
 
 
@@ -1326,64 +1332,64 @@ def same(graph: Graph, a: Poly, b: Poly) -> bool:
     """Return whether two sizes are equal under the graph's assumptions."""
     if a == b:
         return True
-    a, b = graph.told((a, b))
+    a, b = graph.simplified((a, b))
     return a == b
 
 
-def told(graph: Graph, sizes: SizeTuple) -> SizeTuple:
+def simplified(graph: Graph, sizes: SizeTuple) -> SizeTuple:
     """Return sizes or strides simplified under the graph's assumptions: equal ones become the same polynomial.
 
     Assumptions are the stated equalities, and that sizes such as D/H are integers: ceiling(D/H) becomes D/H.
     """
-    known, whole = graph.root.relations, graph.root.quotients
-    sizes = tuple(map(known.reduce, sizes)) if known.relations else sizes
-    if not whole or all(map(is_polynomial, sizes)):  # common case; the lookup is slow with many quotients
+    relations, quotients = graph.root.relations, graph.root.quotients
+    sizes = tuple(map(relations.reduce, sizes)) if relations.relations else sizes
+    if not quotients or all(map(is_polynomial, sizes)):  # common case; the lookup is slow with many quotients
         return sizes
-    whole = frozenset(map(known.reduce, whole)) if known.relations else whole
-    return tuple(settled(n, whole) for n in sizes)
+    quotients = frozenset(map(relations.reduce, quotients)) if relations.relations else quotients
+    return tuple(settled(n, quotients) for n in sizes)
 
 
 def known_names(graph: Graph) -> frozenset[str]:
     """Return the names of all dimensions in a graph and its bodies."""
     if "names" not in graph.cache:
-        found: set[str] = set()
-        seen: set[Poly] = set()
+        names_used: set[str] = set()
+        formulas: set[Poly] = set()
         for g in graph.bodies():
             for t in g.tensors:
-                seen.update(t.sizes)
+                formulas.update(t.sizes)
             for op in g.ops:
-                seen.update(p for v in op.kind.facts().values() for p in _polys(v))
-        for p in seen:
-            found |= p.names()
+                formulas.update(p for v in op.kind.facts().values() for p in _polys(v))
+        for p in formulas:
+            names_used |= p.names()
         for relation in graph.root.relations.relations:
-            found |= relation.difference.names()
-        graph.cache["names"] = frozenset(found)
+            names_used |= relation.difference.names()
+        graph.cache["names"] = frozenset(names_used)
     names: frozenset[str] = graph.cache["names"]
     return names
 
 
-def _declared(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
+def _constraints(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
     """Yield the constrained formulas in a graph and its bodies: formula, place, least value, whether an integer."""
     for g in graph.bodies():
-        none = set(_of_all_iterations(g))
+        possibly_empty = set(_per_iteration_tensors(g))
         for t in g.tensors:
             # leading axes of stacked residuals equal an iteration count, which is checked itself
             for i, n in enumerate(t.sizes[t.storage.pieces :], t.storage.pieces):
-                yield n, f"axis {i} of {t.name!r}", int(i > 0 or t not in none), True
+                yield n, f"axis {i} of {t.name!r}", int(i > 0 or t not in possibly_empty), True
         for op in g.ops:
             limits = op.kind.limits()
             for key, value in op.kind.facts().items():
                 if key in limits:
-                    least, whole, words = limits[key]
-                    place = f"{words or key.replace('_', ' ') + ' of'} {op.name!r}"
-                    yield from ((p, place, least, whole) for p in _polys(value))
+                    minimum, integral, wording = limits[key]
+                    label = f"{wording or key.replace('_', ' ') + ' of'} {op.name!r}"
+                    yield from ((p, label, minimum, integral) for p in _polys(value))
     if graph.sharding is not None:
         yield from ((n, f"axis {name!r} of the mesh", 1, True) for name, n in graph.sharding.mesh.axes)
     if graph.waiting is not None:
-        yield from ((n, place, least, True) for n, place, least in graph.waiting.asked)
+        yield from ((n, label, minimum, True) for n, label, minimum in graph.waiting.asked)
 
 
-def _of_all_iterations(graph: Graph) -> Iterator[Tensor]:
+def _per_iteration_tensors(graph: Graph) -> Iterator[Tensor]:
     """Yield tensors that loops with possibly zero iterations slice or stack."""
     for op in graph.ops:
         if op.loop is not None and op.loop.kind.least == 0:
@@ -1396,21 +1402,21 @@ def conditions(graph: Graph) -> tuple[Condition, ...]:
     Assumptions are kept separately, in `graph.root.relations`.
     """
     if "conditions" not in graph.cache:
-        known, found = graph.root.relations, dict[tuple[Poly, int, bool], str]()
-        for p, place, least, whole in _declared(graph):
-            found.setdefault((p, least, whole), place)
+        relations, places = graph.root.relations, dict[tuple[Poly, int, bool], str]()
+        for p, label, minimum, integral in _constraints(graph):
+            places.setdefault((p, minimum, integral), label)
         graph.cache["conditions"] = tuple(
-            Condition(p, place, least, whole, frozenset(p.names()))
-            for (p, least, whole), place in found.items()
-            if not _always(p, least, whole, known)
+            Condition(p, label, minimum, integral, frozenset(p.names()))
+            for (p, minimum, integral), label in places.items()
+            if not _always(p, minimum, integral, relations)
         )
     out: tuple[Condition, ...] = graph.cache["conditions"]
     return out
 
 
-def _always(p: Poly, least: int, whole: bool, known: Relations) -> bool:
+def _always(p: Poly, minimum: int, integral: bool, relations: Relations) -> bool:
     """Return whether a formula provably satisfies its condition."""
-    return (not whole or is_integral(p)) and known.nonnegative(p - least)
+    return (not integral or is_integral(p)) and relations.nonnegative(p - minimum)
 
 
 class Bindings(dict[str, Poly]):
@@ -1440,7 +1446,7 @@ def bindings(graph: Graph, dims: Mapping[str, object], left_open: Collection[str
     for name in dims:
         if name not in names:
             raise BindingError(
-                f"{shorten(name)} is no dimension of graph {graph.root.name!r}, "
+                f"{shorten(name)} is not a dimension of graph {graph.root.name!r}, "
                 f"expected one of {', '.join(sorted(names))}"
             )
     defaults = {k: v for k, v in graph.root.defaults.items() if k in names and k not in left_open}
@@ -1459,10 +1465,11 @@ def of_stages(
     graph: Graph, dims: Mapping[str, object], left_open: Collection[str] = ()
 ) -> list[tuple[Graph, Bindings]]:
     """Return a graph's stages, each with its bindings; errors as `bindings`."""
-    own = [(g, known_names(g)) for g in stages(graph)]
-    every = frozenset[str]().union(*(names for _, names in own))
+    stage_names = [(g, known_names(g)) for g in stages(graph)]
+    all_names = frozenset[str]().union(*(names for _, names in stage_names))
     return [
-        (g, bindings(g, {k: v for k, v in dims.items() if k in names or k not in every}, left_open)) for g, names in own
+        (g, bindings(g, {k: v for k, v in dims.items() if k in names or k not in all_names}, left_open))
+        for g, names in stage_names
     ]
 
 
@@ -1483,7 +1490,9 @@ def need_open(graph: Graph, symbol: str, dims: Mapping[str, object], question: s
     """Raise BindingError unless a symbol, the unknown to solve for, is an unbound dimension of the graph."""
     names = known_names(graph)
     if symbol not in names or symbol in dims:
-        raise BindingError(f"{question}: {shown(symbol)}, expected an open dimension of {', '.join(sorted(names))}")
+        raise BindingError(
+            f"{question}: {shown(symbol)}, expected an unbound dimension among {', '.join(sorted(names))}"
+        )
 
 
 # -- field types -------------------------------------------------------------------------------------------------------
@@ -1501,7 +1510,7 @@ class Limit(NamedTuple):
     """Words before the op name in the error message; the field name by default."""
 
 
-_known: dict[type, dict[str, Limit]] = {}
+_limits: dict[type, dict[str, Limit]] = {}
 
 
 def hints(record: type) -> dict[str, Any]:
@@ -1513,25 +1522,26 @@ def hints(record: type) -> dict[str, Any]:
         return hints_of(record)
     except NameError as error:
         raise GraphError(
-            f"op kind {record.__name__}: {error} in its annotations, expected names that its module has when it runs"
+            f"op kind {record.__name__}: {error} in its annotations; import the name at run time, not for type "
+            "checkers only"
         ) from None
 
 
 def limits_of(record: type) -> dict[str, Limit]:
     """Return field limits by name; fields with no limit or several have none."""
-    if record not in _known:
+    if record not in _limits:
         limits = {name: _limit(hint) for name, hint in hints(record).items()}
-        _known[record] = {name: limit for name, limit in limits.items() if limit is not None}
-    return _known[record]
+        _limits[record] = {name: limit for name, limit in limits.items() if limit is not None}
+    return _limits[record]
 
 
 def _limit(hint: Any) -> Limit | None:
     """Return an annotation's limit: its own, or the only one among its type arguments."""
-    own = [a for a in getattr(hint, "__metadata__", ()) if isinstance(a, Limit)]
-    if own:
-        return own[-1]
-    inner = {_limit(a) for a in get_args(hint)} - {None}
-    return inner.pop() if len(inner) == 1 else None
+    direct = [a for a in getattr(hint, "__metadata__", ()) if isinstance(a, Limit)]
+    if direct:
+        return direct[-1]
+    nested = {_limit(a) for a in get_args(hint)} - {None}
+    return nested.pop() if len(nested) == 1 else None
 
 
 def _passes(check: Callable[[str, object], Poly], value: object) -> bool:
@@ -1575,10 +1585,10 @@ def optional(expected: str, fits: Callable[[Any], bool]) -> Rule:
     return Rule(expected, lambda v: v is None or fits(v))
 
 
-def need(holds: bool, what: str) -> None:
+def need(holds: bool, description: str) -> None:
     """Raise ShapeError if a field contradicts the operands."""
     if not holds:
-        raise ShapeError(f"{what}: expected what agrees with the operands")
+        raise ShapeError(f"{description}: does not match the operands")
 
 
 def _is_extents(value: object) -> bool:
@@ -1600,11 +1610,11 @@ Amounts = Annotated[
 ]
 #: Offset on an axis, and the remaining length after it.
 Start = Annotated[Amount, Limit(0)]
-Room = Annotated[Amount, Limit(0, words="what is left beyond")]
+Room = Annotated[Amount, Limit(0, words="remaining length after")]
 Rooms = Annotated[
     tuple[Poly, ...],
     Rule("a tuple of formulas", all_of(lambda v: isinstance(v, Poly))),
-    Limit(0, words="what is left beyond"),
+    Limit(0, words="remaining length after"),
 ]
 Index = Annotated[int, Rule("an integer of at least 0", is_count)]
 Count = Annotated[int, Rule("an integer of at least 1", lambda v: is_count(v, 1))]
@@ -1648,10 +1658,10 @@ class Domain:
             object.__setattr__(self, "window", positive("domain: window", self.window))
         pairs = isinstance(self.ranks, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in self.ranks)
         if not pairs or not all(isinstance(axis, str) for axis, _ in self.ranks):
-            raise ShapeError(f"domain: ranks {shown(self.ranks)}, expected pairs of an axis of a mesh and its ranks")
+            raise ShapeError(f"domain: ranks {shown(self.ranks)}, expected pairs (mesh axis, number of ranks)")
         object.__setattr__(self, "ranks", tuple((axis, positive(f"domain: {axis}", n)) for axis, n in self.ranks))
         if not self.causal and self.window is None:
-            raise ShapeError("domain: neither causal nor a window, expected one of them at least")
+            raise ShapeError("domain: neither causal nor a window, expected at least one of them")
 
     def points(self, queries: Poly, keys: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
         """Return the number of pairs (s, t); `known` may prove that there are at least as many keys as queries.
@@ -1668,7 +1678,9 @@ class Domain:
             earlier = keys - queries
             return self._rows(keys) - self._rows(earlier if known.nonnegative(earlier) else at_least_zero(earlier))
         if queries != keys:
-            raise ShapeError(f"window without causal: {queries} queries and {keys} keys, expected as many of both")
+            raise ShapeError(
+                f"window without causal: {queries} queries and {keys} keys, expected equal numbers of both"
+            )
         return 2 * self._rows(keys) - keys
 
     def _rows(self, n: Poly) -> Poly:
@@ -1691,17 +1703,17 @@ class Domain:
     def _queries(self, queries: Poly, keys: Poly) -> Poly:
         """Return the queries on all ranks: one per key."""
         if queries * self.parts != keys:
-            raise ShapeError(f"{queries} queries on each of {self.parts} ranks, expected as many in all as {keys} keys")
+            raise ShapeError(f"{queries} queries on each of {self.parts} ranks, expected {keys} in total, one per key")
         return keys
 
-    def _beyond(self, b: Poly) -> Poly:
+    def _earlier_keys(self, b: Poly) -> Poly:
         """Return the number of keys before their own blocks that ranks see, summed over ranks."""
-        others = self.parts - 1
+        earlier_ranks = self.parts - 1
         if self.window is None:
-            return b * others * self.parts / 2
-        seen = self.window - 1
-        full = smaller(others, poly(sympy.floor(seen.expr / b.expr)))
-        return b * full * (full + 1) / 2 + (others - full) * seen
+            return b * earlier_ranks * self.parts / 2
+        visible = self.window - 1
+        fully_visible = smaller(earlier_ranks, poly(sympy.floor(visible.expr / b.expr)))
+        return b * fully_visible * (fully_visible + 1) / 2 + (earlier_ranks - fully_visible) * visible
 
     def queries_used(self, queries: Poly, keys: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
         """Return the number of queries that see any key."""
@@ -1720,7 +1732,7 @@ class Domain:
         """
         if self.ranks:
             self._queries(queries, keys)
-            return queries + self._beyond(queries) * (1 if self.causal else 2) / self.parts
+            return queries + self._earlier_keys(queries) * (1 if self.causal else 2) / self.parts
         if self.window is None or queries == keys:
             return keys
         return smaller(keys, queries + self.window - 1)
@@ -1767,7 +1779,8 @@ def adopt(graph: Graph, tensor: Tensor) -> Tensor:
         return adopt(graph, export(home, tensor))
     if home.owner is not None and home.root is graph.root:
         raise GraphError(
-            f"tensor {tensor.name!r} is made inside {home.owner.name!r}: expected it among the results of its body"
+            f"tensor {tensor.name!r} is local to the body of {home.owner.name!r}; return it from the body to use it "
+            "outside"
         )
     raise GraphError(
         f"tensor {tensor.name!r} belongs to graph {home.root.name!r}, expected one of graph {graph.root.name!r}"
@@ -1776,12 +1789,12 @@ def adopt(graph: Graph, tensor: Tensor) -> Tensor:
 
 def capture(graph: Graph, outer: Tensor) -> Tensor:
     """Return this body's formal for a tensor in the enclosing graph, created on first use."""
-    found = graph._captured.get(outer)
-    if found is None:
-        found = graph._captured[outer] = formal(graph, outer, f"{outer.name}.in", outer.sizes, outer.strides)
-        found.offset = outer.offset
+    inner = graph._captured.get(outer)
+    if inner is None:
+        inner = graph._captured[outer] = formal(graph, outer, f"{outer.name}.in", outer.sizes, outer.strides)
+        inner.offset = outer.offset
         graph.note(lambda: graph._captured.pop(outer, None))
-    return found
+    return inner
 
 
 def export(graph: Graph, tensor: Tensor) -> Tensor:
@@ -1820,23 +1833,21 @@ def _is_argument(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str | Poly | DType)
 
 
-def _places_in(value: Any) -> Iterator[int]:
+def _operand_indices(value: Any) -> Iterator[int]:
     """Yield the operand indices among arguments."""
     if isinstance(value, Mapping):
         if "operand" in value:
             yield value["operand"]
     elif isinstance(value, tuple):
         for v in value:
-            yield from _places_in(v)
+            yield from _operand_indices(v)
 
 
 @dataclass(frozen=True)
 class Call:
     """A torch op call recorded by a trace, replayed when the graph is lowered eagerly."""
 
-    target: Annotated[
-        str, Rule("the name of an op of torch with its overload", lambda v: isinstance(v, str) and "." in v)
-    ]
+    target: Annotated[str, Rule("the name of a torch op with its overload", lambda v: isinstance(v, str) and "." in v)]
     """Overload name as in `torch.ops.aten`, prefixed by its namespace if that is another one."""
     arguments: Annotated[tuple[Any, ...], Rule("a tuple of arguments", all_of(_is_argument))]
     """Positional arguments, with `{"operand": i}` in place of tensors."""
@@ -1858,9 +1869,9 @@ class Call:
 
     def verify(self, operands: int, results: int) -> None:
         """Raise ShapeError if the call does not match the number of operands and results."""
-        need(len(self.places) == results, f"{len(self.places)} places of {results} results")
-        for i in _places_in((*self.arguments, *self.keywords.values())):
-            need(i < operands, f"argument {i} of {operands} operands")
+        need(len(self.places) == results, f"{len(self.places)} places for {results} results")
+        for i in _operand_indices((*self.arguments, *self.keywords.values())):
+            need(i < operands, f"operand {i} in the arguments, of {operands}")
 
 
 # -- op ----------------------------------------------------------------------------------------------------------------
@@ -1973,19 +1984,19 @@ class OpKind:
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer result shapes, dtypes and layouts; raise if the operands do not fit."""
-        raise self._lacks("infer")
+        raise self._missing_rule("infer")
 
     def flops(self, op: Op) -> Flops:
         """Return the op's FLOPs."""
-        raise self._lacks("flops")
+        raise self._missing_rule("flops")
 
     def reads(self, op: Op) -> Sequence[Poly]:
         """Return the elements read from each operand."""
-        raise self._lacks("reads")
+        raise self._missing_rule("reads")
 
     def writes(self, op: Op) -> Sequence[Poly]:
         """Return the elements written to each result."""
-        raise self._lacks("writes")
+        raise self._missing_rule("writes")
 
     def overwrites(self) -> tuple[int, ...]:
         """Return the indices of mutated operands."""
@@ -2027,14 +2038,16 @@ class OpKind:
         """
         limited = None if self.restricted else next((t for t in operands if t.domain is not None), None)
         if limited is not None:
-            raise ShapeError(f"{self.name} of {limited!r}, which is restricted to a domain: expected a whole tensor")
+            raise ShapeError(
+                f"{self.name} of {limited!r}, which is restricted to a domain: expected an unrestricted tensor"
+            )
         results = self.infer(operands)
         expanded = next((t for t in map(operands.__getitem__, self.overwrites()) if t.touched != t.numel), None)
         if expanded is not None:
             raise ShapeError(f"{self.name} in place into {expanded!r}: expected a tensor that is not expanded")
         return results
 
-    def _lacks(self, rule: str) -> UnsupportedError:
+    def _missing_rule(self, rule: str) -> UnsupportedError:
         return UnsupportedError(f"op kind {self.name!r} has no rule {rule!r}, expected one in {type(self).__name__}")
 
 
@@ -2094,9 +2107,9 @@ class Op(Node):
 
     def state(self, **facts: Any) -> None:
         """Replace fields in the op's kind."""
-        before = self.kind
-        self.kind = replace(before, **facts)
-        self.graph.note(lambda: setattr(self, "kind", before))
+        previous = self.kind
+        self.kind = replace(previous, **facts)
+        self.graph.note(lambda: setattr(self, "kind", previous))
 
     def __repr__(self) -> str:
         return f"{self.name}[{self.kind.name}]"
@@ -2141,35 +2154,35 @@ class Repeat(BodyKind):
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer final carries, stacked outputs and stacked residuals."""
         outputs = self.body.outputs
-        out: list[Result] = []
+        results: list[Result] = []
         for i, t in enumerate(outputs):
             if i >= len(outputs) - self.saved:
-                out.append(self._left_behind(operands, t))
+                results.append(self._stacked_residual(operands, t))
                 continue
             if t.domain is not None and (i >= self.carries or operands[i].domain is None):
-                raise ShapeError(f"{t!r} leaves the body restricted to a domain, expected a tensor that is whole")
+                raise ShapeError(f"{t!r} leaves the body restricted to a domain, expected an unrestricted tensor")
             if i >= self.carries:
-                out.append(Result((self.count, *t.sizes), t.dtype, host=t.storage.host))
+                results.append(Result((self.count, *t.sizes), t.dtype, host=t.storage.host))
                 continue
             entry = operands[i]
-            same = (t.dtype, t.domain) == (entry.dtype, entry.domain) and len(t.sizes) == entry.ndim
-            same = same and t.storage.host == entry.storage.host
-            if not same or not all(map(entry.graph.same, t.sizes, entry.sizes)):
+            unchanged = (t.dtype, t.domain) == (entry.dtype, entry.domain) and len(t.sizes) == entry.ndim
+            unchanged = unchanged and t.storage.host == entry.storage.host
+            if not unchanged or not all(map(entry.graph.same, t.sizes, entry.sizes)):
                 raise ShapeError(
                     f"carry {i + 1} enters the body as {entry!r} and leaves it as {t!r}, expected the same"
                 )
-            made = Result(entry.sizes, t.dtype, domain=t.domain, pieces=entry.storage.pieces, host=t.storage.host)
-            out.append(made)
-        return out
+            final = Result(entry.sizes, t.dtype, domain=t.domain, pieces=entry.storage.pieces, host=t.storage.host)
+            results.append(final)
+        return results
 
-    def _left_behind(self, operands: Sequence[Tensor], t: Tensor) -> Result:
+    def _stacked_residual(self, operands: Sequence[Tensor], t: Tensor) -> Result:
         """Infer a stacked residual: a storage per iteration, or a slice of an operand written in place."""
-        first = self.carries
-        for i, f in enumerate(self.body.formals[first : first + self.xs], first):
+        start = self.carries
+        for i, f in enumerate(self.body.formals[start : start + self.xs], start):
             outer = operands[i]
             if f.storage is t.storage and (outer.storage.pieces or same_place(f, t)):
                 if t.ndim != f.ndim or t.domain is not None:
-                    raise ShapeError(f"{t!r} is a view of what an iteration was given, expected a part with its axes")
+                    raise ShapeError(f"{t!r} is a view of an iteration's slice, expected a part with the same axes")
                 sizes, strides = (outer.sizes[0], *t.sizes), (outer.strides[0], *t.strides)
                 offset = outer.offset + t.offset - f.offset
                 return Result(sizes, t.dtype, strides, of=i, offset=offset, domain=outer.domain)
@@ -2206,12 +2219,17 @@ class Repeat(BodyKind):
             else:
                 need_fit(outer, inner)
             pieces = outer.storage.pieces
-            left = max(pieces - 1, 0) if carries <= i < carries + xs else pieces
-            need(inner.storage.pieces == left, f"{inner.storage.pieces} axes of pieces of {inner!r}, {pieces} outside")
+            inner_pieces = max(pieces - 1, 0) if carries <= i < carries + xs else pieces
+            need(
+                inner.storage.pieces == inner_pieces,
+                f"{inner.storage.pieces} axes with separate storages in {inner!r}, {pieces} outside",
+            )
         for i, t in enumerate(body.outputs[: len(body.outputs) - saved]):
             need(i >= carries or t.is_contiguous, f"strides of carry {t!r}")
             pieces = operands[i].storage.pieces if i < carries else 0
-            need(t.storage.pieces == pieces, f"{t.storage.pieces} axes of pieces of {t!r}, {pieces} outside")
+            need(
+                t.storage.pieces == pieces, f"{t.storage.pieces} axes with separate storages in {t!r}, {pieces} outside"
+            )
 
 
 class Loop:
@@ -2225,10 +2243,18 @@ class Loop:
     def __init__(self, op: Op, kind: Repeat) -> None:
         self.op, self.kind, self.body = op, kind, kind.body
         self.count, self.reverse, self.until = kind.count, kind.reverse, kind.until
-        first, last = kind.carries, kind.carries + kind.xs
-        self.starts, self.xs, self.shared = op.operands[:first], op.operands[first:last], op.operands[last:]
-        kept = len(op.results) - kind.saved
-        self.lasts, self.stacks, self.pieces = op.results[:first], op.results[first:kept], op.results[kept:]
+        carries_end, xs_end = kind.carries, kind.carries + kind.xs
+        self.starts, self.xs, self.shared = (
+            op.operands[:carries_end],
+            op.operands[carries_end:xs_end],
+            op.operands[xs_end:],
+        )
+        stacked_end = len(op.results) - kind.saved
+        self.lasts, self.stacks, self.pieces = (
+            op.results[:carries_end],
+            op.results[carries_end:stacked_end],
+            op.results[stacked_end:],
+        )
 
     @cached_property
     def carries(self) -> tuple[Tensor, ...]:
@@ -2262,19 +2288,19 @@ class Loop:
 
     def revised(self, i: int) -> Tensor | None:
         """Return the operand that `pieces[i]` aliases, if each iteration writes its slice in place, else None."""
-        left, made = self.saved[i], self.pieces[i]
-        around = zip(self.slices, self.xs, strict=True)
-        return None if made.storage.pieces else next((x for f, x in around if f.storage is left.storage), None)
+        residual, stack = self.saved[i], self.pieces[i]
+        pairs = zip(self.slices, self.xs, strict=True)
+        return None if stack.storage.pieces else next((x for f, x in pairs if f.storage is residual.storage), None)
 
     def handed_on(self) -> dict[Storage, tuple[Storage, Poly]]:
         """Return the final carries that alias loop inputs: an unchanged carry, or a captured outer tensor."""
-        found = {}
-        for i, left in enumerate(self.nexts):
-            around = ((self.carries[i], self.starts[i]), *zip(self.captured, self.shared, strict=True))
-            for given, outer in around:
-                if given.storage is left.storage:  # axis order is unchanged, as for all carries
-                    found[self.lasts[i].storage] = outer.storage, outer.offset + left.offset - given.offset
-        return found
+        forwarded = {}
+        for i, carry in enumerate(self.nexts):
+            input_pairs = ((self.carries[i], self.starts[i]), *zip(self.captured, self.shared, strict=True))
+            for formal_, outer in input_pairs:
+                if formal_.storage is carry.storage:  # axis order is unchanged, as for all carries
+                    forwarded[self.lasts[i].storage] = outer.storage, outer.offset + carry.offset - formal_.offset
+        return forwarded
 
 
 def loops(graph: Graph) -> Iterator[Loop]:
@@ -2304,7 +2330,7 @@ def need_fit(outer: Tensor, inner: Tensor, drop: int = 0) -> None:
     fits = fits and inner.storage.host == outer.storage.host
     places = zip(inner.sizes, inner.strides, outer.strides[drop:], strict=fits)
     fits = fits and all(a == b for n, a, b in places if n != ONE) and (drop > 0 or outer.domain == inner.domain)
-    need(fits, f"{inner!r} of the body, which stands for {outer!r}")
+    need(fits, f"body input {inner!r} for {outer!r}")
 
 
 def need_formals(operands: Sequence[Tensor], body: Graph) -> None:
@@ -2331,7 +2357,7 @@ def _check_nodes(graph: Graph) -> None:
         if not isinstance(node, Op | Tensor):
             raise GraphError(f"graph {graph.name!r}: node {node!r}, expected tensors and ops only")
     if not nx.is_directed_acyclic_graph(graph):
-        raise GraphError(f"graph {graph.name!r}: its edges make a cycle, expected none")
+        raise GraphError(f"graph {graph.name!r}: its edges form a cycle, expected a directed acyclic graph")
 
 
 def _check_order(graph: Graph) -> None:
@@ -2339,21 +2365,21 @@ def _check_order(graph: Graph) -> None:
     for op in graph.ops:
         for t in (*op.operands, *op.results):
             if t not in graph or not (graph.has_edge(t, op) if t in op.operands else graph.has_edge(op, t)):
-                raise GraphError(f"op {op.name!r}: tensor {t.name!r} is not joined to it, expected an edge")
+                raise GraphError(f"op {op.name!r}: tensor {t.name!r} is not connected to it, expected an edge")
         late = next((t for t in op.operands if t not in ready), None)
         if late is not None:
-            raise GraphError(f"op {op.name!r}: reads {late.name!r} before it is made, expected program order")
+            raise GraphError(f"op {op.name!r}: reads {late.name!r} before it is produced, expected program order")
         if op.body is not None and op.body.fused and not op.results:
-            raise GraphError(f"kernel {op.name!r}: nothing outside reads what it makes, expected a result that is used")
+            raise GraphError(f"kernel {op.name!r}: no op outside reads its results, expected at least one that is used")
         ready.update(op.results)
 
 
-def _behind(t: Tensor, first: Mapping[Storage, Tensor] = MappingProxyType({})) -> Iterator[Storage]:
+def _aliased_storages(t: Tensor, base_of: Mapping[Storage, Tensor] = MappingProxyType({})) -> Iterator[Storage]:
     """Yield the storages that a tensor may alias: its own, and carries that a loop forwards.
 
-    `first` maps a storage to its base tensor, if known: in-place accumulation creates long chains of views.
+    `base_of` maps a storage to its base tensor, if known: in-place accumulation creates long chains of views.
     """
-    t = first.get(t.storage, t)
+    t = base_of.get(t.storage, t)
     while t.is_view and t.producer is not None:
         t = next(o for o in t.producer.operands if o.storage is t.storage)
     yield t.storage
@@ -2361,58 +2387,60 @@ def _behind(t: Tensor, first: Mapping[Storage, Tensor] = MappingProxyType({})) -
     if loop is None:
         return
     inputs = {f.storage: o for f, o in zip(loop.body.formals, loop.op.operands, strict=True)}
-    handed = [inputs[s] for s in _behind(loop.body.outputs[loop.op.results.index(t)]) if s in inputs]
+    forwarded = [inputs[s] for s in _aliased_storages(loop.body.outputs[loop.op.results.index(t)]) if s in inputs]
     carries = loop.starts
     # swapped carries may alias any initial carry
-    for o in dict.fromkeys((*handed, *(carries if any(h in carries for h in handed) else ()))):
-        yield from _behind(o, first)
+    for o in dict.fromkeys((*forwarded, *(carries if any(h in carries for h in forwarded) else ()))):
+        yield from _aliased_storages(o, base_of)
 
 
 def overwritten_by(op: Op, first: Mapping[Storage, Tensor] = MappingProxyType({})) -> list[Storage]:
     """Return the operand storages that an op mutates: itself, or through the carries in its iterations."""
-    written = op.kind.overwrites()
-    if written:
-        return [s for i in written for s in _behind(op.operands[i], first)]
+    mutated = op.kind.overwrites()
+    if mutated:
+        return [s for i in mutated for s in _aliased_storages(op.operands[i], first)]
     if op.body is None or op.loop is None:
         return []
     outside = {f.storage: t.storage for f, t in zip(op.body.formals, op.operands, strict=True)}
     return [outside[s] for inner in op.body.ops for s in overwritten_by(inner) if s in outside]
 
 
-def _is_left(t: Tensor, op: Op) -> bool:
+def _is_unaffected(t: Tensor, op: Op) -> bool:
     """Return whether an op mutates only elements that a tensor does not view."""
-    parts = [op.operands[i] for i in op.kind.overwrites()]
+    mutated = [op.operands[i] for i in op.kind.overwrites()]
     if op.loop is not None:  # each iteration writes its slice
-        written = {s for inner in op.loop.body.ops for s in overwritten_by(inner)}
-        around = zip(op.loop.body.formals, op.operands, strict=True)
-        parts = [o for f, o in around if f.storage in written]
-        if not set(parts) <= set(op.loop.xs):
+        overwritten = {s for inner in op.loop.body.ops for s in overwritten_by(inner)}
+        formal_pairs = zip(op.loop.body.formals, op.operands, strict=True)
+        mutated = [o for f, o in formal_pairs if f.storage in overwritten]
+        if not set(mutated) <= set(op.loop.xs):
             return False
-    return bool(parts) and all(t.apart(part) for part in parts)
+    return bool(mutated) and all(t.apart(view) for view in mutated)
 
 
 def _check_overwritten(graph: Graph) -> None:
     """Raise GraphError if an op or output reads a value that an in-place op has overwritten."""
-    gone: dict[Tensor, Op] = {}
-    first: dict[Storage, Tensor] = {}
+    overwritten: dict[Tensor, Op] = {}
+    base_of: dict[Storage, Tensor] = {}
     by_storage: dict[Storage, list[Tensor]] = {}
     for op in graph.ops:
-        lost = None if op.kind.renames else next((t for t in op.operands if t in gone), None)
-        if lost is not None:
-            raise GraphError(f"op {op.name!r}: reads {lost.name!r}, which {gone[lost].name!r} has overwritten in place")
+        stale = None if op.kind.renames else next((t for t in op.operands if t in overwritten), None)
+        if stale is not None:
+            raise GraphError(
+                f"op {op.name!r}: reads {stale.name!r}, which {overwritten[stale].name!r} has overwritten in place"
+            )
         for t in op.operands:
-            first.setdefault(t.storage, t)
+            base_of.setdefault(t.storage, t)
             by_storage.setdefault(t.storage, []).append(t)
-        for storage in overwritten_by(op, first):
-            before = by_storage.pop(storage, [])
-            by_storage[storage] = [t for t in before if _is_left(t, op)]
-            gone |= {t: op for t in before if t not in by_storage[storage]}
+        for storage in overwritten_by(op, base_of):
+            viewers = by_storage.pop(storage, [])
+            by_storage[storage] = [t for t in viewers if _is_unaffected(t, op)]
+            overwritten |= {t: op for t in viewers if t not in by_storage[storage]}
         for t in op.results:
-            first.setdefault(t.storage, t)
+            base_of.setdefault(t.storage, t)
             by_storage.setdefault(t.storage, []).append(t)
-    lost = next((t for t in graph.outputs if t in gone), None)
-    if lost is not None:
-        raise GraphError(f"output {lost.name!r}, which {gone[lost].name!r} has overwritten in place")
+    stale = next((t for t in graph.outputs if t in overwritten), None)
+    if stale is not None:
+        raise GraphError(f"output {stale.name!r}, which {overwritten[stale].name!r} has overwritten in place")
 
 
 # -- builder -----------------------------------------------------------------------------------------------------------
@@ -2427,25 +2455,25 @@ def unique(graph: Graph, base: str) -> str:
     while name in taken:
         name = f"{base}_{number}"
         number += 1
-    _take(graph, base, max(number, 1))
-    _take(graph, name, taken.get(name, 1))
+    _reserve(graph, base, max(number, 1))
+    _reserve(graph, name, taken.get(name, 1))
     return name
 
 
-def _take(graph: Graph, name: str, number: int = 1) -> None:
+def _reserve(graph: Graph, name: str, number: int = 1) -> None:
     """Reserve a name, with the number of its next duplicate."""
     taken = graph.root._taken
-    before = taken.get(name)
+    previous = taken.get(name)
     taken[name] = number
-    graph.note(lambda: taken.pop(name, None) if before is None else taken.__setitem__(name, before))
+    graph.note(lambda: taken.pop(name, None) if previous is None else taken.__setitem__(name, previous))
 
 
 def home(graph: Graph) -> Graph:
     """Return the graph that owns new parameters: the innermost open body that is not fused."""
-    found = current_graph(graph)
-    while found.fused and found.parent is not None:
-        found = found.parent
-    return found
+    owner = current_graph(graph)
+    while owner.fused and owner.parent is not None:
+        owner = owner.parent
+    return owner
 
 
 def source(
@@ -2461,13 +2489,15 @@ def source(
     modify(graph, f"{role} {shorten(str(name))}")
     if not isinstance(name, str) or not all(map(is_level, name.replace(".", "/").split("/"))):
         raise GraphError(f"{role} {shorten(str(name))}: expected a name of letters, digits, '_', '.' and '/'")
-    full = with_suffix("/".join((*here().levels, name))) if role != "input" else name
-    if full in graph.root._taken:
-        raise GraphError(f"{role} {full!r}: the name is taken in graph {graph.root.name!r}, expected a new one")
+    qualified = with_suffix("/".join((*here().levels, name))) if role != "input" else name
+    if qualified in graph.root._taken:
+        raise GraphError(f"{role} {qualified!r}: the name is taken in graph {graph.root.name!r}, expected a new one")
     format_ = graph.root.dtype if dtype is None else find_dtype(dtype)
-    tensor = Tensor(graph, full, sizes_of(shape, f"{role} {full!r}"), format_, role=role, requires_grad=requires_grad)
-    with graph.whole():
-        _take(graph, full)
+    tensor = Tensor(
+        graph, qualified, sizes_of(shape, f"{role} {qualified!r}"), format_, role=role, requires_grad=requires_grad
+    )
+    with graph.transaction():
+        _reserve(graph, qualified)
         graph.add_node(tensor)
     return tensor
 
@@ -2476,10 +2506,10 @@ def add_node(graph: Graph, /, node: Tensor | Op, **attr: object) -> None:
     """Append a node."""
     if graph.frozen:
         modify(graph, f"add_node {node!r}")
-    root, new = graph.root, [n for n in (node.sizes if isinstance(node, Tensor) else ()) if not is_integral(n)]
-    if not root.quotients.issuperset(new):
-        before, root.quotients = root.quotients, united(root.quotients, frozenset(new))
-        graph.note(lambda: setattr(root, "quotients", before))
+    root, fractional = graph.root, [n for n in (node.sizes if isinstance(node, Tensor) else ()) if not is_integral(n)]
+    if not root.quotients.issuperset(fractional):
+        previous, root.quotients = root.quotients, united(root.quotients, frozenset(fractional))
+        graph.note(lambda: setattr(root, "quotients", previous))
     nx.DiGraph.add_node(graph, node, **attr)
     graph.note(lambda: node in graph and nx.DiGraph.remove_node(graph, node))
 
@@ -2502,8 +2532,8 @@ def add_result(graph: Graph, op: Op, result: Result, name: str | None = None) ->
     tensor.storage.bytes += result.spare
     tensor.producer = op
     tensor.domain = result.domain
-    before, op.results = op.results, (*op.results, tensor)
-    graph.note(lambda: setattr(op, "results", before))
+    previous, op.results = op.results, (*op.results, tensor)
+    graph.note(lambda: setattr(op, "results", previous))
     graph.add_node(tensor)
     nx.DiGraph.add_edge(graph, op, tensor)
 
@@ -2516,21 +2546,21 @@ def add_op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, ph
     if foreign is not None:
         graph.adopt(foreign)  # raises the more specific error
     modify(graph, name)
-    with graph.whole():
+    with graph.transaction():
         return _op(graph, kind, operands, name, phase)
 
 
 def _op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, phase: str | None) -> Op:
     adopted = tuple(graph.adopt(t) for t in operands)
-    full = unique(graph, with_suffix("/".join((*here().levels, name))))
+    qualified = unique(graph, with_suffix("/".join((*here().levels, name))))
     try:
         need_one_memory(kind, adopted)
         results = kind.results_of(adopted)
         for i, result in enumerate(results):
             sizes_of(result.sizes, f"result {i + 1}")
     except CostGraphError as error:
-        raise type(error)(f"{full!r} in graph {graph.root.name!r}: {error}") from None
-    op = Op(graph, kind, full, adopted, full.rpartition("/")[0], phase or here().phase)
+        raise type(error)(f"{qualified!r} in graph {graph.root.name!r}: {error}") from None
+    op = Op(graph, kind, qualified, adopted, qualified.rpartition("/")[0], phase or here().phase)
     graph.add_node(op)
     nx.DiGraph.add_edges_from(graph, ((t, op) for t in adopted))
     for result in results:
@@ -2538,7 +2568,7 @@ def _op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, phase
     if op.body is not None:
         _share_scales(op)
     if op.loop is not None:
-        _hand(graph, op.loop.handed_on())
+        _record_forwarded(graph, op.loop.handed_on())
     if any(t.dtype.kind == "complex" for t in (*adopted, *op.results)):
         _need_complex(op)
     return op
@@ -2546,21 +2576,22 @@ def _op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, phase
 
 def need_one_memory(kind: OpKind, operands: Sequence[Tensor]) -> None:
     """Raise GraphError if operands lie in both host and device memory."""
-    away = [t for t in operands if t.storage.host]
-    here = next((t for t in operands if not t.storage.host), None)
-    if away and here is not None and not kind.crosses:
+    on_host = [t for t in operands if t.storage.host]
+    on_device = next((t for t in operands if not t.storage.host), None)
+    if on_host and on_device is not None and not kind.crosses:
         raise GraphError(
-            f"{kind.name} of {away[0]!r} on the host and {here!r} on the device, expected a transfer of one of them"
+            f"{kind.name} of {on_host[0]!r} on the host and {on_device!r} on the device, expected both in one "
+            "memory: transfer one of them"
         )
 
 
 def _need_complex(op: Op) -> None:
     """Raise UnsupportedError for a complex op whose FLOPs are defined for real numbers only."""
-    counted = op.kind.flops(op).by_kind()
-    if any(counted.values()) and not op.kind.takes_complex:
+    flops = op.kind.flops(op).by_kind()
+    if any(flops.values()) and not op.kind.takes_complex:
         raise UnsupportedError(
-            f"{op.name!r} in graph {op.graph.root.name!r}: {op.kind.name} of complex numbers has no rule that says "
-            f"what it costs, expected real numbers, or an op of elements"
+            f"{op.name!r} in graph {op.graph.root.name!r}: {op.kind.name} of complex numbers has no cost "
+            f"rule, expected real numbers or an elementwise op"
         )
 
 
@@ -2576,10 +2607,10 @@ def _share_scales(op: Op) -> None:
             _share_scales(inner)
 
 
-def _hand(graph: Graph, storages: dict[Storage, tuple[Storage, Poly]]) -> None:
-    handed = graph.root.handed
-    handed.update(storages)
-    graph.note(lambda: [handed.pop(s, None) for s in storages])
+def _record_forwarded(graph: Graph, storages: dict[Storage, tuple[Storage, Poly]]) -> None:
+    forwarded = graph.root.handed
+    forwarded.update(storages)
+    graph.note(lambda: [forwarded.pop(s, None) for s in storages])
 
 
 def added_since(graph: Graph, nodes: int) -> list[Op]:
@@ -2601,8 +2632,8 @@ PUBLIC_MEMBERS = (
 
 # builder methods run once per op: their arguments are not validated
 @guarded(
-    "unique", "formal", "adopt", "capture", "export", "add_result", "add_op", "add_node", "start_body", "same", "told",
-    "whole", "note",
+    "unique", "formal", "adopt", "capture", "export", "add_result", "add_op", "add_node", "start_body", "same",
+    "simplified", "transaction", "note",
 )  # fmt: skip
 class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     """Model graph: tensors and ops in program order.
@@ -2699,11 +2730,11 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     def copy(self, as_view: bool = False) -> Graph:
         """Return a copy with the same nodes, from which nodes can be removed; new ops still go to the original."""
-        out: Graph = super().copy(as_view=as_view)
+        copied: Graph = super().copy(as_view=as_view)
         if not as_view:
-            for kept in (out.graph, out.graph.facts):
-                kept |= {key: v.copy() for key, v in kept.items() if isinstance(v, list | dict)}
-        return out
+            for entries in (copied.graph, copied.graph.facts):
+                entries |= {key: v.copy() for key, v in entries.items() if isinstance(v, list | dict)}
+        return copied
 
     # -- structure -----------------------------------------------------------------------------------------------
 
@@ -2720,10 +2751,10 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     @property
     def root(self) -> Graph:
         """Outermost graph."""
-        out = self
-        while out.parent is not None:
-            out = out.parent
-        return out
+        graph = self
+        while graph.parent is not None:
+            graph = graph.parent
+        return graph
 
     def walk(self) -> Iterator[Op]:
         """Yield every op, bodies included; an op precedes its body."""
@@ -2842,7 +2873,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
             If a value is not a tensor in this graph.
         """
         forget(self)
-        with self.whole():
+        with self.transaction():
             for t in tensors:
                 if not isinstance(t, Tensor):
                     raise GraphError(f"output of graph {self.name!r}: got {kind_of(t)}, expected a tensor")
@@ -2861,8 +2892,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         PatternError
             If a text is not a relation, or contradicts an earlier one.
         """
-        known = self.root.relations.relations
-        self.root.relations = Relations([*known, *(parse_relation(r) for r in relations)])
+        stated = self.root.relations.relations
+        self.root.relations = Relations([*stated, *(parse_relation(r) for r in relations)])
 
     def freeze(self) -> Graph:
         """Validate and finish the graph, as the end of a `with` block does."""
@@ -2888,8 +2919,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
             return
         if not inmost:  # ops of either graph may have the other one's scope
             raise GraphError(
-                f"graph {self.name!r} is closed while what was opened later is still open, expected the innermost one "
-                "first: two generators that run by turns cannot both hold a graph open"
+                f"graph {self.name!r} is closed while a context opened later is still open, expected the innermost one "
+                "first: two interleaved generators cannot both hold a graph open"
             )
         if self.parent is None:
             self.validate()
@@ -2920,9 +2951,9 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     def __copy__(self) -> Graph:
         return self.copy()
 
-    def whole(self, asked: str = "") -> AbstractContextManager[None]:
+    def transaction(self, caller: str = "") -> AbstractContextManager[None]:
         """Run a transaction: roll back all changes to the root graph if it raises."""
-        return self.root.journal.whole(asked)
+        return self.root.journal.transaction(caller)
 
     def note(self, undo: Callable[[], object]) -> None:
         """Record a change's undo function."""
@@ -2938,7 +2969,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     export = export
     explore = explore
     same = same
-    told = told
+    simplified = simplified
     stages = property(stages)
 
     @property

@@ -55,9 +55,11 @@ def windows_along(size: Poly, spare: Poly | int, stride: Poly | int) -> Poly:
     """
     if stride == 1:
         return size - spare
-    more, rest = size.expr.as_coeff_Add()
-    inner = poly(more + rest.args[0]) if isinstance(rest, sympy.ceiling) and more.is_integer else size
-    return poly(sympy.ceiling(((inner - spare) / stride).expr))
+    constant, variable = size.expr.as_coeff_Add()
+    numerator = (
+        poly(constant + variable.args[0]) if isinstance(variable, sympy.ceiling) and constant.is_integer else size
+    )
+    return poly(sympy.ceiling(((numerator - spare) / stride).expr))
 
 
 def is_polynomial(p: Poly) -> bool:
@@ -68,16 +70,18 @@ def is_polynomial(p: Poly) -> bool:
 @cached(1 << 14)
 def settled(p: Poly, sizes: frozenset[Poly]) -> Poly:
     """Return a formula without the floors and ceilings of terms that are integers whenever the given sizes are."""
-    new = {}
+    replacements = {}
     for key in p.generators():
         expr = generator(key) if key[0] == "~" else None
         if isinstance(expr, sympy.floor | sympy.ceiling):
-            inner = settled(poly(expr.args[0]), sizes)
-            number = inner.terms.get((), 0)
-            part = _fractional(inner - number)
-            if not part.terms or any(_is_multiple(part, _fractional(n)) for n in sizes):
-                new[key] = inner - number + (floor(number) if isinstance(expr, sympy.floor) else ceil(number))
-    return p.substitute(new) if new else p
+            argument = settled(poly(expr.args[0]), sizes)
+            number = argument.terms.get((), 0)
+            fraction = _fractional(argument - number)
+            if not fraction.terms or any(_is_multiple(fraction, _fractional(n)) for n in sizes):
+                replacements[key] = (
+                    argument - number + (floor(number) if isinstance(expr, sympy.floor) else ceil(number))
+                )
+    return p.substitute(replacements) if replacements else p
 
 
 @cached(1 << 14)
@@ -102,37 +106,37 @@ def _is_integral(m: Monomial, c: Rational) -> bool:
     return isinstance(c, int) and all(e > 0 and (k[0] != "~" or generator(k).is_integer is True) for k, e in m)
 
 
-def _is_multiple(p: Poly, of: Poly) -> bool:
+def _is_multiple(p: Poly, unit: Poly) -> bool:
     m = next(iter(p.terms))
-    ratio = Fraction(p.terms[m]) / of.terms[m] if m in of.terms else Fraction(1, 2)
-    return ratio.denominator == 1 and p == of * ratio
+    ratio = Fraction(p.terms[m]) / unit.terms[m] if m in unit.terms else Fraction(1, 2)
+    return ratio.denominator == 1 and p == unit * ratio
 
 
 @cached(1 << 14)
 def contiguous(sizes: Sizes) -> Sizes:
     """Return C-contiguous strides."""
-    out = [ONE]
+    strides = [ONE]
     for size in reversed(sizes[1:]):
-        out.append(out[-1] * size)
-    return tuple(reversed(out)) if sizes else ()
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides)) if sizes else ()
 
 
-def in_the_order_of(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
+def in_the_order_of(sizes: Sizes, strides: Sizes, new_sizes: Sizes) -> Sizes | None:
     """Return dense strides of other sizes in the same axis order, or None if the tensor is not dense."""
     order = memory_order(sizes, strides)
     if order is None:
         return None
-    return dense_in(new, order)
+    return dense_in(new_sizes, order)
 
 
 def memory_order(sizes: Sizes, strides: Sizes) -> tuple[int, ...] | None:
     """Return a dense tensor's axes from slowest to fastest, or None if it is not dense."""
-    left, order, step = list(range(len(sizes))), list[int](), ONE
-    while left:
-        axis = next((i for i in reversed(left) if sizes[i] == ONE or strides[i] == step), None)
+    remaining, order, step = list(range(len(sizes))), list[int](), ONE
+    while remaining:
+        axis = next((i for i in reversed(remaining) if sizes[i] == ONE or strides[i] == step), None)
         if axis is None:
             return None
-        left.remove(axis)
+        remaining.remove(axis)
         order.insert(0, axis)
         step = step * sizes[axis]
     return tuple(order)
@@ -149,7 +153,7 @@ def memory_format(sizes: Sizes, strides: Sizes) -> tuple[int, ...]:
     if rank not in (4, 5) or strides[1] == ZERO:
         return axes
     for axis in reversed(order):
-        if not _is_room(strides[axis] - step, None) or (axis == 0 and step == strides[1]):
+        if not _is_nonnegative(strides[axis] - step, None) or (axis == 0 and step == strides[1]):
             return axes
         step = strides[axis] * sizes[axis]
     return order
@@ -172,8 +176,10 @@ def has_blas_layout(sizes: Sizes, strides: Sizes) -> bool:
     if len(sizes) < 2:
         return True
     rows, columns = sizes[-2:]
-    down, across = strides[-2:]
-    return (across == ONE and bool(down or rows == ONE)) or (down == ONE and bool(across or columns == ONE))
+    row_stride, column_stride = strides[-2:]
+    return (column_stride == ONE and bool(row_stride or rows == ONE)) or (
+        row_stride == ONE and bool(column_stride or columns == ONE)
+    )
 
 
 def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:
@@ -181,89 +187,95 @@ def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:
     return numel([n for n, s in zip(sizes, strides, strict=True) if s])
 
 
-def apart(one: tuple[Sizes, Sizes, Poly], other: tuple[Sizes, Sizes, Poly], known: Relations | None = None) -> bool:
+def apart(
+    first: tuple[Sizes, Sizes, Poly], second: tuple[Sizes, Sizes, Poly], relations: Relations | None = None
+) -> bool:
     """Return whether two views of one storage, each (sizes, strides, offset), provably share no element.
 
     They share none if, modulo some common stride, one view ends before the other begins.
     """
-    if one[2] == other[2]:  # common case: they share the first element, and failing to prove it is slow
+    if first[2] == second[2]:  # common case: they share the first element, and failing to prove it is slow
         return False
-    return _apart(one[:2], other[:2], other[2] - one[2], known)
+    return _are_disjoint(first[:2], second[:2], second[2] - first[2], relations)
 
 
 # rows written one by one are compared pairwise, with few distinct layouts: cache them
 @cached(1 << 14)
-def _apart(one: tuple[Sizes, Sizes], other: tuple[Sizes, Sizes], ahead: Poly, known: Relations | None) -> bool:
-    """Return whether two views share no element; the second starts `ahead` elements after the first."""
-    axes = [[(n, s) for n, s in zip(*view, strict=True) if n != ONE and s] for view in (one, other)]
-    steps = {s for own in axes for _, s in own}
+def _are_disjoint(
+    first_view: tuple[Sizes, Sizes], second_view: tuple[Sizes, Sizes], offset: Poly, relations: Relations | None
+) -> bool:
+    """Return whether two views share no element; the second starts `offset` elements after the first."""
+    axes = [[(n, s) for n, s in zip(*view, strict=True) if n != ONE and s] for view in (first_view, second_view)]
+    steps = {s for view_axes in axes for _, s in view_axes}
     for step in (None, *steps):
-        inner = [[(n, s) for n, s in own if step is None or not is_integral(s / step)] for own in axes]
-        reach = [sum(((n - 1) * s for n, s in own), start=ZERO) for own in inner]
-        for first, second, behind in ((0, 1, ahead), (1, 0, -ahead)):
-            rooms = [behind - reach[first] - 1]
+        within_step = [
+            [(n, s) for n, s in view_axes if step is None or not is_integral(s / step)] for view_axes in axes
+        ]
+        reach = [sum(((n - 1) * s for n, s in view_axes), start=ZERO) for view_axes in within_step]
+        for first, second, gap in ((0, 1, offset), (1, 0, -offset)):
+            slacks = [gap - reach[first] - 1]
             if step is not None:
-                rooms.append(step - behind - reach[second] - 1)
-            if all(_is_room(n, known) for n in rooms):
+                slacks.append(step - gap - reach[second] - 1)
+            if all(_is_nonnegative(n, relations) for n in slacks):
                 return True
     return False
 
 
-def _is_room(n: Poly, known: Relations | None) -> bool:
+def _is_nonnegative(n: Poly, relations: Relations | None) -> bool:
     """Return whether a number of elements is provably nonnegative."""
-    least = lower(n, known)
-    if least is None or least >= 0 or known is None or not known.relations:
-        return least is not None and least >= 0
-    return known.nonnegative(n)
+    lower_bound = lower(n, relations)
+    if lower_bound is None or lower_bound >= 0 or relations is None or not relations.relations:
+        return lower_bound is not None and lower_bound >= 0
+    return relations.nonnegative(n)
 
 
-def view(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
-    """Return the strides of a view with the sizes `new`, or None if it needs a copy.
+def view(sizes: Sizes, strides: Sizes, new_sizes: Sizes) -> Sizes | None:
+    """Return the strides of a view with the sizes `new_sizes`, or None if it needs a copy.
 
     Follows torch's `computeStride`: only axes that are contiguous with each other may be merged and split.
     """
-    old = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != ONE]
-    chunks: list[tuple[Poly, Poly]] = []  # elements and innermost stride of each piece
-    for n, s in old:
+    nontrivial = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != ONE]
+    chunks: list[tuple[Poly, Poly]] = []  # elements and innermost stride of each chunk
+    for n, s in nontrivial:
         if chunks and chunks[-1][1] == n * s:
             chunks[-1] = (chunks[-1][0] * n, s)
         else:
             chunks.append((n, s))
-    out: list[Poly] = []
-    at = len(new) - 1
+    new_strides: list[Poly] = []
+    axis = len(new_sizes) - 1
     for elements, stride in reversed(chunks):
         covered = ONE
-        while at >= 0 and (covered != elements or new[at] == ONE):
-            out.append(stride * covered)
-            covered = covered * new[at]
-            at -= 1
+        while axis >= 0 and (covered != elements or new_sizes[axis] == ONE):
+            new_strides.append(stride * covered)
+            covered = covered * new_sizes[axis]
+            axis -= 1
         if covered != elements:
             return None
-    while at >= 0:
-        if new[at] != ONE:
+    while axis >= 0:
+        if new_sizes[axis] != ONE:
             return None
-        out.append(out[-1] if out else ONE)
-        at -= 1
-    return tuple(reversed(out))
+        new_strides.append(new_strides[-1] if new_strides else ONE)
+        axis -= 1
+    return tuple(reversed(new_strides))
 
 
 @cached(1 << 14)
 def _compare(a: Poly, b: Poly) -> int:
     if a == b:
         return 0
-    if _at_least_one(b / a):
+    if _is_at_least_one(b / a):
         return -1
-    return 1 if _at_least_one(a / b) else 0
+    return 1 if _is_at_least_one(a / b) else 0
 
 
-def _at_least_one(ratio: Poly) -> bool:
+def _is_at_least_one(ratio: Poly) -> bool:
     """Return whether a ratio of two strides or sizes is provably at least 1."""
     if len(ratio.terms) == 1:
         ((factors, coefficient),) = ratio.terms.items()
         if coefficient >= 1 and all(power > 0 and not is_reciprocal(key) for key, power in factors):
             return True  # a product of sizes, all nonzero; a bare ceiling could be 0
-    least = lower(ratio)
-    return least is not None and least >= 1
+    lower_bound = lower(ratio)
+    return lower_bound is not None and lower_bound >= 1
 
 
 def elementwise(sizes: Sizes, operands: Sequence[tuple[Sizes, Sizes]]) -> Sizes:
@@ -271,8 +283,8 @@ def elementwise(sizes: Sizes, operands: Sequence[tuple[Sizes, Sizes]]) -> Sizes:
 
     Follows torch's `TensorIterator.reorder_dimensions`; `operands` are (sizes, strides), broadcast from the right.
     """
-    full = [s for n, s in operands if n == sizes]
-    if full and all(s == contiguous(sizes) for s in full):
+    unbroadcast = [s for n, s in operands if n == sizes]
+    if unbroadcast and all(s == contiguous(sizes) for s in unbroadcast):
         # common case; broadcast operands alone cannot reorder axes that they lack
         return contiguous(sizes)
     rank = len(sizes)
@@ -287,11 +299,11 @@ def elementwise(sizes: Sizes, operands: Sequence[tuple[Sizes, Sizes]]) -> Sizes:
                 moving = j
             elif swap < 0:
                 break
-    out, step = [ONE] * rank, ONE
+    strides, step = [ONE] * rank, ONE
     for axis in order:
-        out[axis] = step
+        strides[axis] = step
         step = step * sizes[axis]
-    return tuple(out)
+    return tuple(strides)
 
 
 def _aligned(rank: int, sizes: Sizes, strides: Sizes) -> list[Poly]:

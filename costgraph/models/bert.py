@@ -11,7 +11,7 @@ from typing import Literal
 
 import costgraph as cg
 
-from .blocks import block, dropped, encoding
+from .blocks import bidirectional_attention, block, with_dropout
 from .config import Config
 from .family import Family, Preset
 
@@ -37,9 +37,9 @@ def bert(
     B, S, D, H, F, L, V, P, kinds = cg.dims("B S D H F L V P kinds")
     act = partial(cg.ops.pointwise, activation)
 
-    mixer = encoding(attention, dropout, H, D / H)
+    mixer = bidirectional_attention(attention, dropout, H, D / H)
     mlp = partial(cg.nn.mlp, f=F, activation=act, bias=True, p=dropout)
-    layer = block(attention=dropped(mixer, dropout), mlp=mlp, norm=cg.layer_norm, norms="behind")
+    layer = block(attention=with_dropout(mixer, dropout), mlp=mlp, norm=cg.layer_norm, norms="behind")
 
     with cg.Graph(name, dtype=dtype) as g:
         g.assume("S <= P")
@@ -49,13 +49,13 @@ def bert(
         x = x + cg.embedding(cg.ops.arange(S), g.param("positions/table", (P, D)))
         x = cg.dropout(cg.layer_norm(x, name="norm"), dropout)
         x = cg.repeat(L, layer, x, name="layers")
-        for made in _headed(x, table, head, act, dropout, tied=tied):
-            g.output(made)
+        for output in _head_outputs(x, table, head, act, dropout, tied=tied):
+            g.output(output)
         g.loss = None if head == "pooler" else "cross_entropy"
     return g
 
 
-def _headed(
+def _head_outputs(
     x: cg.Tensor, table: cg.Tensor, head: str, act: partial[cg.Tensor], dropout: float, *, tied: bool
 ) -> list[cg.Tensor]:
     """Return the outputs of a head."""

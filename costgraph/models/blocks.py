@@ -8,12 +8,24 @@ from typing import Any, Literal, Protocol
 
 import costgraph as cg
 
-from .composed import KERNELS, Kernels
+from .eager_ops import KERNELS, Kernels
 
-__all__ = ["Norm", "Part", "System", "Tables", "added", "attending", "block", "dropped", "encoding", "gated", "mixed"]
+__all__ = [
+    "Norm",
+    "Branch",
+    "System",
+    "Tables",
+    "residual",
+    "causal_attention",
+    "block",
+    "with_dropout",
+    "bidirectional_attention",
+    "gated_mlp",
+    "mixture_of_experts",
+]
 
 #: A residual branch, from (b, s, d) to the same shape.
-Part = Callable[[cg.Tensor], cg.Tensor]
+Branch = Callable[[cg.Tensor], cg.Tensor]
 
 #: Rotary cosines and sines.
 Tables = tuple[cg.Tensor, cg.Tensor]
@@ -29,9 +41,9 @@ class Norm(Protocol):
         """Normalize, with parameters in the scope `name`."""
 
 
-def added(
+def residual(
     x: cg.Tensor,
-    part: Part,
+    branch: Branch,
     name: str,
     *,
     norm: Norm = cg.rms_norm,
@@ -43,10 +55,10 @@ def added(
     `norms` sets the position of norms: before the branch, after it, both, or behind the sum.
     """
     y = norm(x, name=f"{name}/norm") if norms in ("before", "both") else x
-    made = part(y)
-    made = norm(made, name=f"{name}/norm_after") if norms in ("after", "both") else made
-    made = run.add(x, made, y)
-    return norm(made, name=f"{name}/norm") if norms == "behind" else made
+    output = branch(y)
+    output = norm(output, name=f"{name}/norm_after") if norms in ("after", "both") else output
+    output = run.add(x, output, y)
+    return norm(output, name=f"{name}/norm") if norms == "behind" else output
 
 
 def block(
@@ -54,51 +66,51 @@ def block(
     norm: Norm = cg.rms_norm,
     norms: Literal["before", "after", "both", "behind"] = "before",
     run: Kernels = KERNELS,
-    **parts: Part,
-) -> Part:
-    """Return a layer with several residual branches, each `added` under its name."""
+    **branches: Branch,
+) -> Branch:
+    """Return a layer with several residual branches, each added under its name."""
 
     def layer(x: cg.Tensor) -> cg.Tensor:
         y = x
-        for name, part in parts.items():
-            y = added(y, part, name, norm=norm, norms=norms, run=run)
-        return run.left(y, x)
+        for name, branch in branches.items():
+            y = residual(y, branch, name, norm=norm, norms=norms, run=run)
+        return run.end_layer(y, x)
 
     return layer
 
 
-def dropped(part: Part, p: float) -> Part:
+def with_dropout(branch: Branch, p: float) -> Branch:
     """Return a branch followed by dropout."""
-    return lambda x: cg.dropout(part(x), p)
+    return lambda x: cg.dropout(branch(x), p)
 
 
-def attending(kernel: str, p: float, rope: Tables, **facts: Any) -> Part:
+def causal_attention(kernel: str, p: float, rope: Tables, **options: Any) -> Branch:
     """Return causal attention with H query heads and G KV heads of K elements, and rotary positions."""
     H, G, K = cg.dims("H G K")
-    return partial(cg.nn.self_attention, heads=H, size=K, groups=G, rope=rope, kernel=kernel, p=p, **facts)
+    return partial(cg.nn.self_attention, heads=H, size=K, groups=G, rope=rope, kernel=kernel, p=p, **options)
 
 
-def encoding(kernel: str, p: float, heads: object, size: object, **facts: Any) -> Part:
+def bidirectional_attention(kernel: str, p: float, heads: object, size: object, **options: Any) -> Branch:
     """Return bidirectional attention, with biases by default."""
-    facts = {"causal": False, "bias": True, "out_bias": True, "cached": False, **facts}
-    return partial(cg.nn.self_attention, heads=heads, size=size, kernel=kernel, p=p, **facts)
+    options = {"causal": False, "bias": True, "out_bias": True, "cached": False, **options}
+    return partial(cg.nn.self_attention, heads=heads, size=size, kernel=kernel, p=p, **options)
 
 
-def gated(activation: str, *, f: object = None, system: System = "torch", **facts: Any) -> Part:
+def gated_mlp(activation: str, *, f: object = None, system: System = "torch", **options: Any) -> Branch:
     """Return a gated feed-forward layer of width F.
 
     Megatron-LM has one parameter for gate and up projection, and fuses the activation.
     """
-    facts |= {"packed": True, "fused": True} if system == "megatron" else {}
+    options |= {"packed": True, "fused": True} if system == "megatron" else {}
     width = cg.dims("F") if f is None else f
-    return partial(cg.nn.gated_mlp, f=width, activation=partial(cg.ops.pointwise, activation), **facts)
+    return partial(cg.nn.gated_mlp, f=width, activation=partial(cg.ops.pointwise, activation), **options)
 
 
-def mixed(routing: str, capacity: float | None, *, system: System = "torch", **facts: Any) -> Part:
+def mixture_of_experts(routing: str, capacity: float | None, *, system: System = "torch", **options: Any) -> Branch:
     """Return a mixture of E experts with width Fe, k experts per token.
 
     Megatron-LM applies the routing weights inside the experts, and computes the router in the format of the layer.
     """
     E, k, Fe = cg.dims("E k Fe")
-    facts |= {"weigh": "inside", "fp32": False} if system == "megatron" else {}
-    return partial(cg.nn.moe, experts=E, chosen=k, f=Fe, routing=routing, capacity=capacity, **facts)
+    options |= {"weigh": "inside", "fp32": False} if system == "megatron" else {}
+    return partial(cg.nn.moe, experts=E, chosen=k, f=Fe, routing=routing, capacity=capacity, **options)

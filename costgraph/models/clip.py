@@ -13,7 +13,7 @@ import sympy
 
 import costgraph as cg
 
-from .blocks import Part, block, encoding
+from .blocks import Branch, bidirectional_attention, block
 from .config import Config
 from .family import Family, Preset
 
@@ -53,10 +53,10 @@ def clip(
         tokens, ends = g.input("tokens", (B, S), dtype="int64"), g.input("ends", (B,), dtype="int64")
         pictures = g.input("images", (B, IC, R, R))
         with cg.scope("vision"):
-            seen = images(pictures)
+            image_vectors = images(pictures)
         with cg.scope("text"):
-            read = texts(tokens, ends)
-        logits = cg.einsum(read, seen, "b e, c e -> b c", name="logits")
+            text_vectors = texts(tokens, ends)
+        logits = cg.einsum(text_vectors, image_vectors, "b e, c e -> b c", name="logits")
         g.output(logits * cg.ops.pointwise("exp", g.param("logit_scale", ())))
         g.loss = "contrastive"
     return g
@@ -64,8 +64,8 @@ def clip(
 
 def _layer(
     heads: sympy.Expr, size: sympy.Expr, f: sympy.Expr, activation: str, *, causal: bool, kernel: str, p: float
-) -> Part:
-    mixer = encoding(kernel, p, heads, size, causal=causal)
+) -> Branch:
+    mixer = bidirectional_attention(kernel, p, heads, size, causal=causal)
     mlp = partial(cg.nn.mlp, f=f, activation=partial(cg.ops.pointwise, activation), bias=True)
     return block(attention=mixer, mlp=mlp, norm=cg.layer_norm)
 
@@ -90,7 +90,7 @@ def read(c: Config) -> Preset:
     c.ignore("logit_scale_init_value", "is_encoder_decoder", "tie_word_embeddings", "text_config", "vision_config")
     # if the older field exists as well, transformers reads only that one
     text, vision = (
-        c.part(name + ("_dict" if c.has(f"{name}_dict") else ""), f"clip_{tower}_model")
+        c.nested(name + ("_dict" if c.has(f"{name}_dict") else ""), f"clip_{tower}_model")
         for tower, name in (("text", "text_config"), ("vision", "vision_config"))
     )
     (D, H, F, L), text_act = _tower(text)

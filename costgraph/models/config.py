@@ -24,7 +24,7 @@ __all__ = [
     "OFF",
     "ROPES",
     "Config",
-    "keyed",
+    "string_keyed",
     "read_config",
     "formats_of",
 ]
@@ -39,7 +39,7 @@ _HEADS = {"num_key_value_heads": None, "head_dim": None}
 _DECODER = {"hidden_act": "silu", "tie_word_embeddings": False}
 _MIXTURE = {**_DECODER, "output_router_logits": False}
 _WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
-_EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False}
+_MOE_LAYERS = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False}
 _GEMMA = {
     "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "sliding_window": 4096,
     "layer_types": None, "tie_word_embeddings": True,
@@ -70,8 +70,8 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "qwen3": {
         **_DECODER, **_WINDOW, "max_window_layers": 28, "layer_types": None, "head_dim": 128, "attention_bias": False,
     },
-    "qwen2_moe": {**_MIXTURE, **_WINDOW, **_EVERY_LAYER, "layer_types": None, "qkv_bias": True},
-    "qwen3_moe": {**_MIXTURE, **_WINDOW, **_EVERY_LAYER, "attention_bias": False},
+    "qwen2_moe": {**_MIXTURE, **_WINDOW, **_MOE_LAYERS, "layer_types": None, "qkv_bias": True},
+    "qwen3_moe": {**_MIXTURE, **_WINDOW, **_MOE_LAYERS, "attention_bias": False},
     "gemma2": {
         **_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "use_bidirectional_attention": None,
     },
@@ -213,10 +213,10 @@ ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proporti
 
 # -- config ------------------------------------------------------------------------------------------------------------
 
-_MOST = 2**63 - 1  # largest size, as for tensors
-_STAGES = 32  # list entries: each stage of an image network halves a side
-_LISTED = 2**16  # layers in an aperiodic list
-_RUNS = 128  # runs of equal layers in a period: each run is declared separately
+_LARGEST_SIZE = 2**63 - 1  # largest size, as for tensors
+_STAGE_LIMIT = 32  # list entries: each stage of an image network halves a side
+_LIST_LIMIT = 2**16  # layers in an aperiodic list
+_RUN_LIMIT = 128  # runs of equal layers in a period: each run is declared separately
 
 
 class Config:
@@ -232,23 +232,23 @@ class Config:
         """Prefix for error messages."""
         self._defaults: Mapping[str, object] = {}
         self._used: set[str] = set()
-        self._parts: list[Config] = []
+        self._nested: list[Config] = []
 
-    def settle(self, kind: str) -> None:
+    def apply_defaults(self, kind: str) -> None:
         """Apply the defaults and aliases of a model type."""
-        said = self._fields.get("model_type")
-        if isinstance(said, str) and said != kind and said in DEFAULTS:
-            raise self._wrong("model_type", said, f"{kind!r}, as its architecture has")
+        file_type = self._fields.get("model_type")
+        if isinstance(file_type, str) and file_type != kind and file_type in DEFAULTS:
+            raise self._wrong("model_type", file_type, f"{kind!r}, the model type of its architecture")
         self._defaults = DEFAULTS.get(kind, {})
-        for other, name in ALIASES.get(kind, {}).items():
-            if other not in self._fields:
+        for alias, name in ALIASES.get(kind, {}).items():
+            if alias not in self._fields:
                 continue
-            value = self._fields.pop(other)
-            own = self._fields.setdefault(name, value)
-            if not _same(own, value):
+            value = self._fields.pop(alias)
+            present = self._fields.setdefault(name, value)
+            if not _same(present, value):
                 raise FormatError(
-                    f"{self.place}: {name} is {shown(own)} and {other} is {shown(value)}, expected one value: they are "
-                    f"two names of one field"
+                    f"{self.place}: {name} is {shown(present)} and {alias} is {shown(value)}, expected one value for "
+                    f"the field and its alias"
                 )
 
     @property
@@ -262,30 +262,30 @@ class Config:
         """Whether a field is present and not null."""
         return self._fields.get(name) is not None
 
-    def stated(self, name: str) -> bool:
+    def is_present(self, name: str) -> bool:
         """Whether a field is present, possibly as null."""
         return name in self._fields
 
     def _get(self, name: str, default: Any = None) -> Any:
         self._used.add(name)
-        usual = self._defaults.get(name)
-        value = self._fields.get(name, usual)
-        return default if value is None and usual is None else value
+        default_value = self._defaults.get(name)
+        value = self._fields.get(name, default_value)
+        return default if value is None and default_value is None else value
 
     def _is_null(self, name: str) -> bool:
         """Whether a field is null, or missing with a default of null."""
-        return self._get(name) is None or (self.stated(name) and not self.has(name))
+        return self._get(name) is None or (self.is_present(name) and not self.has(name))
 
     def _wrong(self, name: str, value: object, expected: str) -> CostGraphError:
         if value is None:
             return FormatError(f"{self.place}: {name} is missing, expected {expected}")
         return FormatError(f"{self.place}: {name} is {shown(value)}, expected {expected}")
 
-    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
+    def size(self, name: str, default: int | None = None, minimum: int = 1) -> int:
         """Return an integer."""
         value = self._get(name, default)
-        if not _is_size(value, least):
-            raise self._wrong(name, value, f"a whole number of at least {least} and below 2**63")
+        if not _is_size(value, minimum):
+            raise self._wrong(name, value, f"a whole number of at least {minimum} and below 2**63")
         return int(value)
 
     def optional(self, name: str) -> int | None:
@@ -301,7 +301,7 @@ class Config:
         value = self._get(name, default)
         if not _is_finite(value) or (above is not None and value <= above):
             expected = "a number" if above is None else f"a number above {above}"
-            raise self._wrong(name, value, f"{expected}, of less than 2**63")
+            raise self._wrong(name, value, f"{expected}, below 2**63")
         return float(value)
 
     def factor(self, name: str) -> float | None:
@@ -316,35 +316,35 @@ class Config:
             raise self._wrong(name, value, "true or false")
         return value
 
-    def choice(self, name: str, of: Collection[str], default: str | None = None) -> str:
+    def choice(self, name: str, choices: Collection[str], default: str | None = None) -> str:
         """Return one of some words; raise UnsupportedError for others."""
         value = self._get(name, default)
-        if not isinstance(value, str) or value not in of:
-            raise UnsupportedError(f"{self.place}: {name} is {shown(value)}, expected one of {', '.join(of)}")
+        if not isinstance(value, str) or value not in choices:
+            raise UnsupportedError(f"{self.place}: {name} is {shown(value)}, expected one of {', '.join(choices)}")
         return value
 
     def activation(self, name: str, default: str | None = None) -> str:
         """Return the name of an activation function in `costgraph.ops.elementwise`."""
-        return ACTIVATIONS[self.choice(name, of=ACTIVATIONS, default=default)]
+        return ACTIVATIONS[self.choice(name, choices=ACTIVATIONS, default=default)]
 
     def labels(self) -> int:
         """Return the number of classes, which transformers stores as a mapping of names."""
         names = self._get("id2label")
         if names is None:
             return self.size("num_labels", default=2)
-        keys = {int(k) for k in names if _is_place(k)} if isinstance(names, Mapping) else set()
+        keys = {int(k) for k in names if _is_index(k)} if isinstance(names, Mapping) else set()
         if not keys or len(keys) != len(names):
-            raise self._wrong("id2label", names, "a name for each of one class or more, by its number")
+            raise self._wrong("id2label", names, "a non-empty object from class numbers to names")
         self.expect("num_labels", len(keys))
         return len(keys)
 
-    def sizes(self, name: str, least: int = 1, *, empty: bool = False, most: int = _STAGES) -> list[int]:
+    def sizes(self, name: str, minimum: int = 1, *, empty: bool = False, limit: int = _STAGE_LIMIT) -> list[int]:
         """Return a list of integers; with `empty` it may be empty."""
         value = self._get(name, [] if empty else None)
-        if not isinstance(value, list) or not (value or empty) or not all(_is_size(n, least) for n in value):
-            raise self._wrong(name, value, f"a list of whole numbers of at least {least}")
-        if len(value) > most:
-            raise UnsupportedError(f"{self.place}: {name} has {len(value)} numbers, expected {most} at the most")
+        if not isinstance(value, list) or not (value or empty) or not all(_is_size(n, minimum) for n in value):
+            raise self._wrong(name, value, f"a list of whole numbers of at least {minimum}")
+        if len(value) > limit:
+            raise UnsupportedError(f"{self.place}: {name} has {len(value)} numbers, expected at most {limit}")
         return list(value)
 
     def words(self, name: str) -> list[str]:
@@ -358,50 +358,58 @@ class Config:
         """Return a string."""
         value = self._get(name)
         if not isinstance(value, str):
-            raise UnsupportedError(f"{self.place} is {shown(self._fields)}, expected {name} to be a word")
+            raise UnsupportedError(f"{self.place} is {shown(self._fields)}, expected {name} to be a string")
         return value
 
-    def part(self, name: str, kind: str = "") -> Config:
+    def nested(self, name: str, kind: str = "") -> Config:
         """Return a nested configuration, such as that of a vision tower, with its own model type."""
         value = self._get(name)
         if not isinstance(value, Mapping):
             raise self._wrong(name, value, "an object")
-        found = Config(keyed(value, f"{self.place}: {name}"), f"{self.place}: {name}")
-        found.settle(kind)
-        self._parts.append(found)
-        return found
+        nested = Config(string_keyed(value, f"{self.place}: {name}"), f"{self.place}: {name}")
+        nested.apply_defaults(kind)
+        self._nested.append(nested)
+        return nested
 
-    def layer_types(self, of: Mapping[str, str], depth: int, rule: Sequence[str]) -> tuple[tuple[str, ...], int]:
+    def layer_types(
+        self, kind_of_type: Mapping[str, str], depth: int, rule: Sequence[str]
+    ) -> tuple[tuple[str, ...], int]:
         """Return the kinds of layers in one period, and the length of a final partial period.
 
         `of` maps the words of the file to kinds; `rule` is the repeating pattern if the file lists no layers.
         """
-        words = self._get("layer_types", list(rule[:depth]))
-        if not isinstance(words, list) or not words or not all(isinstance(n, str) and n in of for n in words):
-            raise UnsupportedError(f"{self.place}: layer_types is {shown(words)}, expected a list of {', '.join(of)}")
-        if self.has("layer_types") and len(words) != depth:
-            raise FormatError(
-                f"{self.place}: layer_types has {len(words)} words, expected one for each of {depth} layers"
+        listed = self._get("layer_types", list(rule[:depth]))
+        if (
+            not isinstance(listed, list)
+            or not listed
+            or not all(isinstance(n, str) and n in kind_of_type for n in listed)
+        ):
+            raise UnsupportedError(
+                f"{self.place}: layer_types is {shown(listed)}, expected a list of {', '.join(kind_of_type)}"
             )
-        return self.period("layer_types", [of[word] for word in words], depth)
+        if self.has("layer_types") and len(listed) != depth:
+            raise FormatError(
+                f"{self.place}: layer_types has {len(listed)} entries, expected one for each of {depth} layers"
+            )
+        return self.period("layer_types", [kind_of_type[layer_type] for layer_type in listed], depth)
 
     def period(self, name: str, kinds: Sequence[str], depth: int) -> tuple[tuple[str, ...], int]:
         """Return the shortest period of the layers' kinds, and the length of a final partial period."""
-        found = _period(kinds)
-        if depth > len(kinds) and len(kinds) % found:  # the given pattern restarts within the shorter period
-            found = len(kinds)
-        runs = sum(1 for _ in groupby(kinds[:found]))
-        if runs > _RUNS:
+        length = _period(kinds)
+        if depth > len(kinds) and len(kinds) % length:  # the given pattern restarts within the shorter period
+            length = len(kinds)
+        runs = sum(1 for _ in groupby(kinds[:length]))
+        if runs > _RUN_LIMIT:
             raise UnsupportedError(
-                f"{self.place}: {name} has {runs} runs of equal layers before it repeats, expected {_RUNS} at the most"
+                f"{self.place}: {name} has {runs} runs of equal layers before it repeats, expected at most {_RUN_LIMIT}"
             )
-        return tuple(kinds[:found]), depth % found
+        return tuple(kinds[:length]), depth % length
 
-    def listed(self, depth: int) -> int:
+    def list_length(self, depth: int) -> int:
         """Return the length of an aperiodic list of layers; raise UnsupportedError if it is too long."""
-        if depth > _LISTED:
+        if depth > _LIST_LIMIT:
             raise UnsupportedError(
-                f"{self.place}: {depth} layers that do not repeat, expected {_LISTED} of such at the most"
+                f"{self.place}: {depth} layers that do not repeat, expected at most {_LIST_LIMIT} such layers"
             )
         return depth
 
@@ -413,13 +421,13 @@ class Config:
 
     def expect(self, name: str, *values: object) -> None:
         """Raise an error if a field has another value than these, which is not supported."""
-        value, usual = self._get(name), self._defaults.get(name)
-        if value is None and usual is None:
+        value, default_value = self._get(name), self._defaults.get(name)
+        if value is None and default_value is None:
             return
         if not any(_same(value, v) for v in values):
             raise UnsupportedError(
                 f"{self.place}: {name} is {shown(value)}, expected {' or '.join(map(shown, values)) or 'nothing'}: "
-                f"what else it would cost is not known"
+                f"the cost of other values is not modelled"
             )
 
     def ignore(self, *names: str) -> None:
@@ -430,43 +438,45 @@ class Config:
 
     def _rope(self) -> list[tuple[str, Mapping[str, Any]]]:
         """Return rotary position parameters, for all layers or by kind of layer."""
-        found: list[tuple[str, Mapping[str, Any]]] = []
-        both = [n for n in ("rope_parameters", "rope_scaling") if self.has(n)]
-        for name in both:
+        ropes: list[tuple[str, Mapping[str, Any]]] = []
+        fields = [n for n in ("rope_parameters", "rope_scaling") if self.has(n)]
+        for name in fields:
             value: Any = self._fields[name]
             if not isinstance(value, Mapping):
                 raise self._wrong(name, value, "an object")
             inner = [(f"{name}: {k}", v) for k, v in value.items() if isinstance(v, Mapping)]
-            found += [(name, value), *inner]
-        for place, rope in found:
+            ropes += [(name, value), *inner]
+        for path, rope in ropes:
             kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor")
             if not isinstance(kind, str) or kind not in ROPES:
-                raise UnsupportedError(f"{self.place}: {place}: {shown(kind)}, expected one of {', '.join(ROPES)}")
+                raise UnsupportedError(f"{self.place}: {path}: {shown(kind)}, expected one of {', '.join(ROPES)}")
             if factor is not None and not (_is_finite(factor) and factor > 0):
-                raise self._wrong(f"{place}: factor", factor, "a number above 0")
-        if len(both) == 2 and not _same(self._fields[both[0]], self._fields[both[1]]):
-            raise self._wrong(both[1], self._fields[both[1]], f"what {both[0]} is: they are two names of one field")
-        return found
+                raise self._wrong(f"{path}: factor", factor, "a number above 0")
+        if len(fields) == 2 and not _same(self._fields[fields[0]], self._fields[fields[1]]):
+            raise self._wrong(fields[1], self._fields[fields[1]], f"the value of {fields[0]}, its alias")
+        return ropes
 
     def partial_rotary(self) -> float:
         """Return the fraction of a head's elements that is rotated."""
         self._used |= {"partial_rotary_factor", "rotary_pct"}
-        said: dict[str, Any] = {n: self._fields.get(n) for n in ("partial_rotary_factor", "rotary_pct")}
-        said |= {f"{place}: partial_rotary_factor": r.get("partial_rotary_factor") for place, r in self._rope()}
-        said = {name: value for name, value in said.items() if value is not None}
-        for name, value in said.items():
+        factors: dict[str, Any] = {n: self._fields.get(n) for n in ("partial_rotary_factor", "rotary_pct")}
+        factors |= {f"{path}: partial_rotary_factor": r.get("partial_rotary_factor") for path, r in self._rope()}
+        factors = {name: value for name, value in factors.items() if value is not None}
+        for name, value in factors.items():
             if not _is_finite(value) or not 0 < value <= 1:
                 raise self._wrong(name, float(value) if _is_finite(value) else value, "a number above 0, up to 1")
-        if len(set(said.values())) > 1:
-            raise FormatError(f"{self.place}: {shown(said, 200)}, expected one part that is turned")
-        return float(next(iter(said.values()), 1))
+        if len(set(factors.values())) > 1:
+            raise FormatError(f"{self.place}: {shown(factors, 200)}, expected one fraction of rotated elements")
+        return float(next(iter(factors.values()), 1))
 
-    def rotated(self, head: int) -> int:
+    def rotary_size(self, head: int) -> int:
         """Return the number of rotated elements per head, in whole pairs."""
-        part = self.partial_rotary()
-        if int(head * part) < 1:
-            raise self._wrong("partial_rotary_factor", part, f"a part of {head} that is 1 at the least")
-        return -(-int(head * part) // 2) * 2
+        fraction = self.partial_rotary()
+        if int(head * fraction) < 1:
+            raise self._wrong(
+                "partial_rotary_factor", fraction, f"a fraction that rotates at least one of {head} elements"
+            )
+        return -(-int(head * fraction) // 2) * 2
 
     # -- unread fields -----------------------------------------------------------------------------------------------
 
@@ -475,16 +485,16 @@ class Config:
         if "partial_rotary_factor" not in self._used and self.partial_rotary() != 1:
             raise UnsupportedError(f"{self.place}: partial_rotary_factor is {self.partial_rotary()}, expected 1")
         self._used |= {"rope_parameters", "rope_scaling"}
-        known = self._used | NO_COST | {n for n in OFF if self._fields.get(n) is False}
-        left = sorted(n for n, v in self._fields.items() if v is not None and n not in known)
-        if left:
-            name = shown(left[0]).strip("'")
+        understood = self._used | NO_COST | {n for n in OFF if self._fields.get(n) is False}
+        unread = sorted(n for n, v in self._fields.items() if v is not None and n not in understood)
+        if unread:
+            name = shown(unread[0]).strip("'")
             raise UnsupportedError(
-                f"{self.place}: {name} is {shown(self._fields[left[0]])}, expected a field that is "
-                f"known: whether it changes the cost is not understood"
+                f"{self.place}: {name} is {shown(self._fields[unread[0]])}, expected a known field: "
+                f"this one may change the cost"
             )
-        for part in self._parts:
-            part.finish()
+        for nested in self._nested:
+            nested.finish()
 
     # -- common fields -----------------------------------------------------------------------------------------------
 
@@ -492,8 +502,8 @@ class Config:
         """Return the sizes of a decoder with the usual field names."""
         D, H = self.size("hidden_size"), self.size("num_attention_heads")
         # null means as many KV heads as query heads; so does a missing field if transformers has this default
-        alone = self.stated("num_key_value_heads") or "num_key_value_heads" in self._defaults
-        sizes = {"D": D, "H": H, "G": self.size("num_key_value_heads", default=H if alone else None)}
+        defaults_to_heads = self.is_present("num_key_value_heads") or "num_key_value_heads" in self._defaults
+        sizes = {"D": D, "H": H, "G": self.size("num_key_value_heads", default=H if defaults_to_heads else None)}
         sizes |= {"K": self.size("head_dim", default=max(1, D // H)), "F": self.size("intermediate_size")}
         return sizes | {"L": self.size("num_hidden_layers"), "V": self.size("vocab_size")}
 
@@ -511,11 +521,11 @@ class Config:
         value = self._fields.get("dtype" if self.has("dtype") else "torch_dtype")
         if value is None:
             return None
-        known = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
-        word = value.removeprefix("torch.") if isinstance(value, str) else ""
-        if word not in known:
-            raise UnsupportedError(f"{self.place}: dtype is {shown(value)}, expected one of {', '.join(known)}")
-        return known[word]
+        formats = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+        name = value.removeprefix("torch.") if isinstance(value, str) else ""
+        if name not in formats:
+            raise UnsupportedError(f"{self.place}: dtype is {shown(value)}, expected one of {', '.join(formats)}")
+        return formats[name]
 
 
 def _same(a: object, b: object) -> bool:
@@ -527,8 +537,8 @@ def _same(a: object, b: object) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b)
 
 
-def _is_size(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST
+def _is_size(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= _LARGEST_SIZE
 
 
 def _is_finite(value: Any) -> bool:
@@ -536,10 +546,10 @@ def _is_finite(value: Any) -> bool:
 
 
 def _is_within(value: Any) -> bool:
-    return bool(-_MOST <= value <= _MOST)
+    return bool(-_LARGEST_SIZE <= value <= _LARGEST_SIZE)
 
 
-def _is_place(text: object) -> bool:
+def _is_index(text: object) -> bool:
     return isinstance(text, int) or (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 20)
 
 
@@ -554,24 +564,24 @@ def _period(kinds: Sequence[str]) -> int:
     return len(kinds) - length
 
 
-def keyed(fields: Mapping[Any, object], place: str) -> dict[str, object]:
+def string_keyed(fields: Mapping[Any, object], place: str) -> dict[str, object]:
     """Return the fields; raise an error if a key is not a string."""
-    found = dict(fields)
-    wrong = next((name for name in found if not isinstance(name, str)), "")
+    checked = dict(fields)
+    wrong = next((name for name in checked if not isinstance(name, str)), "")
     if wrong != "":
-        raise FormatError(f"{place}: {shown(wrong)} as the name of a field, expected a string")
-    return found
+        raise FormatError(f"{place}: field name {shown(wrong)}, expected a string")
+    return checked
 
 
 # -- config file -------------------------------------------------------------------------------------------------------
 
-_LARGEST = 2**20  # bytes: configurations have a few thousand
+_FILE_LIMIT = 2**20  # bytes: configurations have a few thousand
 
 
 def read_config(path: object) -> Config:
     """Read a configuration from a file, a folder with a config.json, a GGUF file, or a mapping of its fields."""
     if isinstance(path, Mapping):
-        return Config(keyed(path, "config"), "config")
+        return Config(string_keyed(path, "config"), "config")
     if not isinstance(path, str | os.PathLike):
         raise FormatError(f"from_config of {type(path).__name__}, expected a path or a mapping")
     # a path that does not exist is treated as a file
@@ -580,15 +590,15 @@ def read_config(path: object) -> Config:
     if os.fspath(file).lower().endswith(".gguf"):
         from .gguf_config import gguf_config
 
-        return Config(keyed(gguf_config(file), place), place)
-    text = read_text(file, place, _LARGEST, "a config.json")
+        return Config(string_keyed(gguf_config(file), place), place)
+    text = read_text(file, place, _FILE_LIMIT, "a config.json")
     try:
         fields = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{place}: {shown(str(error), 200)}, expected JSON") from None
     if not isinstance(fields, Mapping):
         raise FormatError(f"{place}: {shown(fields)}, expected an object")
-    return Config(keyed(fields, place), place)
+    return Config(string_keyed(fields, place), place)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -605,7 +615,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 #: Decoders whose layers consist of linear layers and norms.
 _DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3"})
 #: Modules that are never quantized, so that `modules_to_not_convert` may name them.
-_KEPT = re.compile(
+_NEVER_QUANTIZED = re.compile(
     r"((model\.)?(embed_tokens|norm)|lm_head|(mlp\.)?gate|model\.layers\.(\d{1,4}|\*)\.(mlp\.(gate|router)|"
     r"(input|post_attention)_layernorm|self_attn\.[qk]_norm))"
 )
@@ -618,48 +628,50 @@ def formats_of(c: Config, kind: str) -> Callable[[cg.Graph], cg.Graph] | None:
     """
     if not c.has("quantization_config"):
         return None
-    said = c.part("quantization_config")
-    method = said.word("quant_method")
+    section = c.nested("quantization_config")
+    method = section.word("quant_method")
     read, kinds = _METHODS.get(method, (None, frozenset()))
     if read is None or kind not in kinds:
-        of = f" of a {kind} model" if read else ""
+        model_kind = f" of a {kind} model" if read else ""
         raise UnsupportedError(
             f"{c.place}: quantization_config has quant_method {shown(method)}, expected one of {', '.join(_METHODS)}: "
-            f"how it stores which weights{of} is not known; dtype= declares the model as it was before"
+            f"its stored weights{model_kind} are not modelled; pass dtype= for the unquantized model"
         )
-    options = read(said, c)
-    stay = said.words("modules_to_not_convert")
-    known = (_KEPT.fullmatch(n) or ("skip" in options and n == "model.layers.*.self_attn") for n in stay)
-    other = next((n for n, so in zip(stay, known, strict=True) if not so), None)
-    if other is not None or (stay and "skip" not in options and "lm_head" not in stay):
+    options = read(section, c)
+    unquantized = section.words("modules_to_not_convert")
+    matches = (
+        _NEVER_QUANTIZED.fullmatch(n) or ("skip" in options and n == "model.layers.*.self_attn") for n in unquantized
+    )
+    unsupported = next((n for n, matched in zip(unquantized, matches, strict=True) if not matched), None)
+    if unsupported is not None or (unquantized and "skip" not in options and "lm_head" not in unquantized):
         raise UnsupportedError(
-            f"{said.place}: modules_to_not_convert has {shown(other or stay)}, expected what stays anyway: lm_head, "
-            f"embeddings, norms and the router"
+            f"{section.place}: modules_to_not_convert has {shown(unsupported or unquantized)}, expected only "
+            f"modules that are never quantized: lm_head, embeddings, norms and the router"
         )
     return lambda graph: cg.quantize(graph, **options)
 
 
-def _fp8(c: Config, whole: Config) -> dict[str, Any]:
+def _fp8(c: Config, model: Config) -> dict[str, Any]:
     """Read fine-grained fp8: weights in 128 x 128 blocks, activations in groups of 128 per token (DeepSeek-V3)."""
     c.expect("fmt", "e4m3")
     c.expect("activation_scheme", "dynamic")
     c.expect("scale_fmt", "float")
     c.need("weight_block_size", [128, 128])
-    if whole.has("moe_intermediate_size") and whole.size("moe_intermediate_size") % 128:
+    if model.has("moe_intermediate_size") and model.size("moe_intermediate_size") % 128:
         raise UnsupportedError(
-            f"{c.place}: blocks of 128 rows, expected moe_intermediate_size to be a multiple of it, so that experts "
+            f"{c.place}: blocks of 128 rows, expected moe_intermediate_size to be a multiple of 128, since experts "
             f"share no block"
         )
     return {"weights": "fp8_e4m3_b128x128_fp32", "activations": "fp8_e4m3_g128_fp32"}
 
 
-def _mxfp4(c: Config, whole: Config) -> dict[str, Any]:
+def _mxfp4(c: Config, model: Config) -> dict[str, Any]:
     """Read MXFP4 as in GPT-OSS: only expert matrices are quantized, whatever the file lists."""
     c.expect("dequantize", False)
     return {"weights": "mxfp4", "skip": ["attention", "head", "router"]}
 
 
-def _awq(c: Config, whole: Config) -> dict[str, Any]:
+def _awq(c: Config, model: Config) -> dict[str, Any]:
     """Read AWQ: fp16 scales and zero points for groups of each column."""
     c.need("bits", 4)
     c.need("zero_point", True)
@@ -667,7 +679,7 @@ def _awq(c: Config, whole: Config) -> dict[str, Any]:
     return {"weights": "int4", "group": c.size("group_size"), "scale": "fp16", "zero": True}
 
 
-def _gguf(c: Config, whole: Config) -> dict[str, Any]:
+def _gguf(c: Config, model: Config) -> dict[str, Any]:
     """Read a GGUF mixture, given by name."""
     return {"weights": c.word("mixture")}
 

@@ -43,8 +43,10 @@ def convnext(
         for i, width in enumerate(widths, 1):
             with cg.scope(f"stage{i}"):
                 x = _channels_norm(x, "downsample/norm") if i > 1 else x
-                side = patch if i == 1 else 2
-                x = cg.conv(x, "b c h w -> b d h w", d=width, window=side, stride=side, bias=True, name="downsample")
+                kernel = patch if i == 1 else 2
+                x = cg.conv(
+                    x, "b c h w -> b d h w", d=width, window=kernel, stride=kernel, bias=True, name="downsample"
+                )
                 x = _channels_norm(x, "norm") if i == 1 else x
                 x = cg.repeat(cg.dims(f"L{i}"), block, x, name="blocks")
         x = cg.layer_norm(cg.reduce(x, "b c h w -> b c", "mean"), name="norm")
@@ -63,7 +65,9 @@ def read(c: Config) -> Preset:
     """Read a transformers `ConvNextConfig`."""
     widths, depths = c.sizes("hidden_sizes"), c.sizes("depths")
     if len(widths) != len(depths):
-        raise cg.FormatError(f"{c.place}: hidden_sizes has {len(widths)} numbers, expected {len(depths)} as depths has")
+        raise cg.FormatError(
+            f"{c.place}: hidden_sizes has {len(widths)} numbers, expected {len(depths)}, the length of depths"
+        )
     c.expect("num_stages", len(depths))
     c.ignore("drop_path_rate", "is_encoder_decoder", "stage_names", "out_features", "out_indices")
     head = c.architecture == "ConvNextForImageClassification"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import costgraph as cg
 
-from .blocks import Norm, Part
-from .composed import KERNELS, Kernels
+from .blocks import Branch, Norm
+from .eager_ops import KERNELS, Kernels
 
 __all__ = ["decoder", "logits"]
 
@@ -21,7 +21,7 @@ def decoder(
     norm: Norm | None = cg.rms_norm,
     tied: bool = False,
     head_bias: bool = False,
-    end: Part | None = None,
+    end: Branch | None = None,
     assume: Sequence[str] = ("H >= G",),
     run: Kernels = KERNELS,
 ) -> cg.Graph:
@@ -38,8 +38,8 @@ def decoder(
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
         tables = () if rope is None else (cg.nn.rotary_tables(cg.ops.arange(S), rope),)
-        x = stack(run.named(cg.embedding(tokens, table)), *tables)
-        x = x if norm is None else run.normed(norm(x, name="norm"), x)
+        x = stack(run.keep_for_model(cg.embedding(tokens, table)), *tables)
+        x = x if norm is None else run.end_model(norm(x, name="norm"), x)
         x = logits(x, table, tied=tied, bias=head_bias)
         g.output(x if end is None else end(x))
         g.loss = "cross_entropy"

@@ -13,7 +13,7 @@ from typing import Any
 
 import costgraph as cg
 
-from .blocks import System, Tables, block, gated, mixed
+from .blocks import System, Tables, block, gated_mlp, mixture_of_experts
 from .config import Config
 from .decoder import decoder
 from .family import Family, Preset
@@ -49,11 +49,11 @@ def deepseek(
     Fe, Es, Eg, kg, Ld = cg.dims("Fe Es Eg kg Ld")
     options: dict[str, Any] = {"score": "sigmoid" if sigmoid else "softmax", "correction": sigmoid, "fp32": True}
     options |= {"groups": Eg, "kept_groups": kg} if limited else {}
-    experts = mixed(routing, capacity, normalize=normalize, scale=scale, system=system, **options)
-    for_all = gated("silu", f=Es * Fe, system=system, name="shared")
+    experts = mixture_of_experts(routing, capacity, normalize=normalize, scale=scale, system=system, **options)
+    shared_experts = gated_mlp("silu", f=Es * Fe, system=system, name="shared")
 
     def channels(y: cg.Tensor) -> cg.Tensor:
-        return experts(y) + for_all(y)
+        return experts(y) + shared_experts(y)
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
         mixer = partial(
@@ -61,7 +61,7 @@ def deepseek(
             query_latent=Cq if query_latent else None, absorbed=absorbed, kernel=attention, bias=bias, p=dropout,
             contiguous=system == "megatron",
         )  # fmt: skip
-        feed = gated("silu", system=system)
+        feed = gated_mlp("silu", system=system)
         if dense:
             x = cg.repeat(Ld if sparse else L, block(attention=mixer, mlp=feed), x, name="dense_layers")
         if not sparse:
@@ -89,7 +89,7 @@ def read(c: Config) -> Preset:
     experts |= {"k": c.size("num_experts_per_tok"), "Es": c.size("n_shared_experts")}
     c.expect("num_key_value_heads", sizes["H"], *([] if third else [None]))
     c.expect("qk_head_dim", sizes["Kn"] + sizes["Kr"])
-    rank, first = c.optional("q_lora_rank"), c.size("first_k_dense_replace", least=0)
+    rank, first = c.optional("q_lora_rank"), c.size("first_k_dense_replace", minimum=0)
     sparse = first < sizes["L"]
     sizes |= {} if rank is None else {"Cq": rank}
     sizes |= {"F": c.size("intermediate_size")} if first else {}
@@ -101,7 +101,7 @@ def read(c: Config) -> Preset:
         c.expect("topk_method", "noaux_tc")
         limited, normalize = True, c.flag("norm_topk_prob")
     else:
-        limited = c.choice("topk_method", of=("greedy", "group_limited_greedy")) != "greedy"
+        limited = c.choice("topk_method", choices=("greedy", "group_limited_greedy")) != "greedy"
         c.expect("norm_topk_prob", False)
         normalize = False
     experts |= {"Eg": c.size("n_group"), "kg": c.size("topk_group")} if limited else {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import costgraph as cg
 
-from .blocks import encoding
+from .blocks import bidirectional_attention
 from .family import Family, Preset
 
 
@@ -23,7 +23,7 @@ def dit(
 
     def block(x: cg.Tensor, c: cg.Tensor) -> tuple[cg.Tensor, cg.Tensor]:
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _by_condition(c, 6)
-        y = encoding(attention, dropout, H, D / H)(_modulated(x, shift, scale))
+        y = bidirectional_attention(attention, dropout, H, D / H)(_modulated(x, shift, scale))
         x = x + gate * cg.dropout(y, dropout)
         y = cg.nn.mlp(_modulated(x, shift_mlp, scale_mlp), F, activation=_gelu, bias=True, p=dropout, name="mlp")
         return x + gate_mlp * y, c
@@ -43,8 +43,8 @@ def dit(
         x, c = cg.repeat(L, block, (x, c), name="layers")
         with cg.scope("head"):
             shift, scale = _by_condition(c, 2)
-            made = IC * (2 if learned_variance else 1) * patch**2
-            y = cg.linear(_modulated(x, shift, scale), "b n d -> b n e", e=made, bias=True, name="linear")
+            out_width = IC * (2 if learned_variance else 1) * patch**2
+            y = cg.linear(_modulated(x, shift, scale), "b n d -> b n e", e=out_width, bias=True, name="linear")
         g.output(cg.rearrange(y, "b (h w) (p q c) -> b c (h p) (w q)", h=side, w=side, p=patch, q=patch))
     return g
 

@@ -15,7 +15,7 @@ import costgraph as cg
 
 from .config import Config
 from .family import Family, Preset
-from .mobilenet import convolved, divisible
+from .mobilenet import conv_norm_act, round_channels
 
 _WIDTHS, _DEPTHS = (32, 16, 24, 40, 80, 112, 192, 320), (1, 2, 2, 3, 3, 4, 1)
 
@@ -40,20 +40,22 @@ def efficientnet(
     """
     B, IC, R, C, width = cg.dims("B IC R C D0")
     if not len(windows) == len(strides) == len(expansions):
-        raise cg.GraphError(f"model {name!r}: windows, strides and expansions, expected one of each for every stage")
+        raise cg.GraphError(
+            f"model {name!r}: windows, strides and expansions differ in length, expected one of each per stage"
+        )
 
-    def stage(x: cg.Tensor, i: int, before: sympy.Expr, width: sympy.Expr) -> cg.Tensor:
-        facts = (expansions[i - 1], strides[i - 1], windows[i - 1])
+    def stage(x: cg.Tensor, i: int, in_width: sympy.Expr, width: sympy.Expr) -> cg.Tensor:
+        options = (expansions[i - 1], strides[i - 1], windows[i - 1])
         depth = None if i in single else cg.dims(f"L{i}")
         with cg.scope(f"stage{i}"):
-            return _blocks(x, depth, before, width, *facts, activation=activation, p=dropout)
+            return _blocks(x, depth, in_width, width, *options, activation=activation, p=dropout)
 
     with cg.Graph(name, dtype=dtype) as g:
-        x = convolved(g.input("images", (B, IC, R, R)), width, 3, 2, activation, "stem")
+        x = conv_norm_act(g.input("images", (B, IC, R, R)), width, 3, 2, activation, "stem")
         for i in range(1, len(windows) + 1):
-            before, width = width, cg.dims(f"D{i}")
-            x = stage(x, i, before, width)
-        x = convolved(x, cg.dims(f"D{len(windows) + 1}"), 1, 1, activation, "last")
+            in_width, width = width, cg.dims(f"D{i}")
+            x = stage(x, i, in_width, width)
+        x = conv_norm_act(x, cg.dims(f"D{len(windows) + 1}"), 1, 1, activation, "last")
         x = cg.dropout(cg.reduce(x, "b c h w -> b c", "mean"), dropout if head else 0)
         g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head") if head else x)
         g.loss = "cross_entropy" if head else None
@@ -61,7 +63,7 @@ def efficientnet(
 
 
 def _blocks(
-    x: cg.Tensor, depth: Any, before: sympy.Expr, width: sympy.Expr, expansion: int, stride: int, window: int,
+    x: cg.Tensor, depth: Any, in_width: sympy.Expr, width: sympy.Expr, expansion: int, stride: int, window: int,
     *, activation: str, p: float,
 ) -> cg.Tensor:  # fmt: skip
     """Apply the blocks of a stage; one block if `depth` is None."""
@@ -73,7 +75,7 @@ def _blocks(
         return cg.nn.inverted_residual(x, expansion * width, width, squeezed=width / Q, residual=True, p=p, **options)
 
     x = cg.nn.inverted_residual(
-        x, expansion * before, width, squeezed=before / Q, stride=stride, name="first", **options
+        x, expansion * in_width, width, squeezed=in_width / Q, stride=stride, name="first", **options
     )
     return x if depth is None else cg.repeat(depth - 1, block, x, name="blocks")
 
@@ -81,23 +83,23 @@ def _blocks(
 def read(c: Config) -> Preset:
     """Read a transformers `EfficientNetConfig`."""
     wide, deep = c.number("width_coefficient", above=0), c.number("depth_coefficient", above=0)
-    by, ratio = c.size("depth_divisor"), c.number("squeeze_expansion_ratio", above=0)
+    divisor, ratio = c.size("depth_divisor"), c.number("squeeze_expansion_ratio", above=0)
     names = ("in_channels", "out_channels", "kernel_sizes", "strides", "num_block_repeats", "expand_ratios")
     tables = [c.sizes(n) for n in names]
-    given, made, windows, strides, repeats, expansions = tables
-    if len({*map(len, tables)}) != 1 or given[1:] != made[:-1]:
+    in_channels, out_channels, windows, strides, repeats, expansions = tables
+    if len({*map(len, tables)}) != 1 or in_channels[1:] != out_channels[:-1]:
         raise cg.FormatError(
-            f"{c.place}: {', '.join(names)}, expected equally long lists in which each stage is given what the one "
-            f"before it makes"
+            f"{c.place}: {', '.join(names)}, expected equally long lists in which the input channels of a stage "
+            f"are the output channels of the previous one"
         )
     depths = [ceil(deep * n) for n in repeats]
-    widths = [divisible(n * wide, by) for n in (32, *made, 1280)]
-    _same_sizes(c, windows, strides, depths)
-    first = divisible(given[0] * wide, by)
+    widths = [round_channels(n * wide, divisor) for n in (32, *out_channels, 1280)]
+    _check_padding(c, windows, strides, depths)
+    first = round_channels(in_channels[0] * wide, divisor)
     if first != widths[0] or (1 / ratio) % 1 or any(int(n * ratio) != n * ratio for n in widths[:-1]):
         raise cg.UnsupportedError(
-            f"{c.place}: squeeze_expansion_ratio {ratio} of {[first, *widths[1:-1]]} channels, expected whole numbers, "
-            f"and as many channels before the first stage as the stem makes, {widths[0]}"
+            f"{c.place}: squeeze_expansion_ratio {ratio} of {[first, *widths[1:-1]]} channels, expected integers, "
+            f"and the {widths[0]} output channels of the stem as input of the first stage"
         )
     c.expect("hidden_dim", widths[-1])
     c.expect("num_hidden_layers", 4 * sum(repeats))
@@ -111,19 +113,19 @@ def read(c: Config) -> Preset:
     return Preset(preset.sizes, {**preset.structure, **structure, "activation": activation})
 
 
-def _same_sizes(c: Config, windows: list[int], strides: list[int], depths: list[int]) -> None:
+def _check_padding(c: Config, windows: list[int], strides: list[int], depths: list[int]) -> None:
     """Reject odd sides whose padding in transformers changes the output size: it must round up."""
     side = c.size("image_size")
-    padded = c.sizes("depthwise_padding", least=0, empty=True, most=2**16)
-    odd = side % 2 == 1
+    padded = c.sizes("depthwise_padding", minimum=0, empty=True, limit=2**16)
+    unsupported = side % 2 == 1
     side = -(-side // 2)
     for i, stride in enumerate(strides):
-        odd = odd or (stride == 2 and side % 2 == 1 and sum(depths[:i]) not in padded)
+        unsupported = unsupported or (stride == 2 and side % 2 == 1 and sum(depths[:i]) not in padded)
         side = -(-side // stride)
-    if odd or any(n % 2 == 0 for n in windows) or any(n > 2 for n in strides):
+    if unsupported or any(n % 2 == 0 for n in windows) or any(n > 2 for n in strides):
         raise cg.UnsupportedError(
-            f"{c.place}: image_size, strides and depthwise_padding {padded}, expected that every odd side before a "
-            f"stride of 2 is padded to be rounded up, odd kernel_sizes and strides of at most 2"
+            f"{c.place}: image_size, strides and depthwise_padding {padded}, expected padding of every odd side before "
+            f"a stride of 2 so that it rounds up, odd kernel_sizes, and strides of at most 2"
         )
 
 
@@ -134,7 +136,7 @@ def _preset(sizes: dict[str, int], widths: list[int], depths: list[int]) -> Pres
 
 
 def _scaled(wide: float, deep: float, side: int) -> Preset:
-    widths, depths = [divisible(n * wide) for n in (*_WIDTHS, 1280)], [ceil(deep * n) for n in _DEPTHS]
+    widths, depths = [round_channels(n * wide) for n in (*_WIDTHS, 1280)], [ceil(deep * n) for n in _DEPTHS]
     return _preset({"R": side, "IC": 3, "C": 1000, "Q": 4}, widths, depths)
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import costgraph as cg
 
-from .blocks import Tables, block, dropped
+from .blocks import Tables, block, with_dropout
 from .config import Config
 from .decoder import decoder
 from .family import Family, Preset
@@ -46,7 +46,9 @@ def falcon(
             z = cg.layer_norm(x, name="mlp/norm") if norms == 2 else y
             return x + cg.dropout(channels(z) + mixer(y), dropout)
 
-        one_by_one = block(attention=dropped(mixer, dropout), mlp=dropped(channels, dropout), norm=cg.layer_norm)
+        one_by_one = block(
+            attention=with_dropout(mixer, dropout), mlp=with_dropout(channels, dropout), norm=cg.layer_norm
+        )
         return cg.repeat(L, side_by_side if parallel else one_by_one, x, name="layers")
 
     return decoder(name, dtype, stack, rope=D / H, norm=cg.layer_norm, tied=tied)
@@ -59,16 +61,21 @@ def read(c: Config) -> Preset:
     c.ignore("max_position_embeddings", "ff_factor")
     D, H = c.size("hidden_size"), c.size("num_attention_heads")
     # the code of the first checkpoints has a separate release for grouped-query attention
-    new = c.flag("new_decoder_architecture", default=c.has("num_kv_heads"), null=False)
-    groups, one = c.size("num_kv_heads", default=H), c.flag("multi_query", null=False)
-    if new:
+    new_architecture = c.flag("new_decoder_architecture", default=c.has("num_kv_heads"), null=False)
+    groups, multi_query = c.size("num_kv_heads", default=H), c.flag("multi_query", null=False)
+    if new_architecture:
         c.expect("parallel_attn", True)
-    elif not one:
+    elif not multi_query:
         c.expect("num_kv_heads", H)
     parallel = c.flag("parallel_attn", null=False)
-    norms = c.size("num_ln_in_parallel_attn", default=2 if new else 1) if parallel else 2
-    c.expect("num_ln_in_parallel_attn", *((1, 2) if new else (1,)))
-    sizes = {"D": D, "H": H, "G": groups if new or not one else 1, "F": c.size("ffn_hidden_size", default=4 * D)}
+    norms = c.size("num_ln_in_parallel_attn", default=2 if new_architecture else 1) if parallel else 2
+    c.expect("num_ln_in_parallel_attn", *((1, 2) if new_architecture else (1,)))
+    sizes = {
+        "D": D,
+        "H": H,
+        "G": groups if new_architecture or not multi_query else 1,
+        "F": c.size("ffn_hidden_size", default=4 * D),
+    }
     sizes |= {"L": c.size("num_hidden_layers"), "V": c.size("vocab_size")}
     structure = {"norms": norms, "parallel": parallel, "bias": c.flag("bias", null=False)}
     structure["tied"] = c.flag("tie_word_embeddings")

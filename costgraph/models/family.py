@@ -29,12 +29,12 @@ class Family:
     """Models with a common declaration."""
 
     declare: Callable[..., Graph]
-    """`declare(name, attention, dropout, dtype, **structure)`, with `composed` after `dtype` if it is supported; `load`
-    accepts the keyword arguments as well."""
+    """`declare(name, attention, dropout, dtype, **structure)`, with `eager_ops` after `dtype` if it is supported;
+    `load` accepts the keyword arguments as well."""
     presets: Mapping[str, Preset]
     """Published models, by name."""
-    composed: bool = False
-    """Whether `composed` is supported."""
+    eager_ops: bool = False
+    """Whether `eager_ops` is supported."""
     architectures: Mapping[str, str] = field(default_factory=dict)
     """Architectures in a transformers config.json, each with its `model_type`."""
     read: Callable[[Config], Preset] | None = None

@@ -12,7 +12,7 @@ from typing import Literal
 
 import costgraph as cg
 
-from .blocks import attending, block, gated
+from .blocks import block, causal_attention, gated_mlp
 from .config import Config
 from .decoder import decoder
 from .family import Family, Preset
@@ -36,17 +36,19 @@ def gemma(
 ) -> cg.Graph:
     """Declare Gemma: tokens (B, S) to logits (B, S, V); `kinds` lists local (last W positions) and global layers."""
     S, K, L, W = cg.dims("S K L W")
-    mlp = gated(activation)
+    mlp = gated_mlp(activation)
 
     def stack(x: cg.Tensor) -> cg.Tensor:
         x = cg.ops.pointwise("mul", x, 1.0, name="scale")  # by sqrt(D)
         # with two bases, local and global layers have separate tables
-        two = local_base and isinstance(kinds, list | tuple) and "local" in kinds and "global" in kinds
-        ropes = [cg.nn.rotary_tables(cg.ops.arange(S), K) for _ in range(2 if two else 1)]
-        facts = {"bias": bias, "out_bias": bias, "qk_norm": qk_norm, "softcap": softcap}
+        two_tables = local_base and isinstance(kinds, list | tuple) and "local" in kinds and "global" in kinds
+        ropes = [cg.nn.rotary_tables(cg.ops.arange(S), K) for _ in range(2 if two_tables else 1)]
+        options = {"bias": bias, "out_bias": bias, "qk_norm": qk_norm, "softcap": softcap}
         bodies = {
-            kind: block(attention=attending(attention, dropout, rope, window=seen, **facts), mlp=mlp, norms="both")
-            for kind, seen, rope in (("local", W, ropes[0]), ("global", None, ropes[-1]))
+            kind: block(
+                attention=causal_attention(attention, dropout, rope, window=window, **options), mlp=mlp, norms="both"
+            )
+            for kind, window, rope in (("local", W, ropes[0]), ("global", None, ropes[-1]))
         }
         return cg.nn.layers(L, bodies, x, kinds, rest=rest)
 
@@ -64,8 +66,8 @@ def read(c: Config) -> Preset:
     )
     c.expect("use_bidirectional_attention", False, None)
     sizes = c.decoder()
-    known = {"sliding_attention": "local", "full_attention": "global"}
-    kinds, rest = c.layer_types(known, sizes["L"], _rule(c, sizes["L"], third=third))
+    kind_of_type = {"sliding_attention": "local", "full_attention": "global"}
+    kinds, rest = c.layer_types(kind_of_type, sizes["L"], _rule(c, sizes["L"], third=third))
     if "local" in kinds:
         sizes["W"] = c.size("sliding_window")
         c.expect("sliding_window_size", sizes["W"])
@@ -85,7 +87,7 @@ def _rule(c: Config, depth: int, *, third: bool) -> list[str]:
         c.expect("_sliding_window_pattern", period)  # written by transformers, but no longer read
     c.ignore("_sliding_window_pattern")
     return (
-        ["sliding_attention"] * (c.listed(period) - 1) + ["full_attention"]
+        ["sliding_attention"] * (c.list_length(period) - 1) + ["full_attention"]
         if period <= depth
         else ["sliding_attention"]
     )

@@ -15,7 +15,7 @@ __all__ = ["gguf_config"]
 
 #: Architectures of transformers by GGUF architecture; llama with experts is Mixtral.
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_OF_EXPERTS = {"llama": "MixtralForCausalLM"}
+_MOE_ARCHITECTURES = {"llama": "MixtralForCausalLM"}
 
 #: Fields of a config.json by GGUF key, without the architecture prefix.
 _FIELDS = {
@@ -27,7 +27,7 @@ _FIELDS = {
 #: Float formats by their names in transformers.
 _FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 #: Fields without a cost.
-_FREE = ("context_length", "rope.", "attention.layer_norm_rms_epsilon")
+_NO_COST = ("context_length", "rope.", "attention.layer_norm_rms_epsilon")
 
 
 def gguf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -38,27 +38,29 @@ def gguf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     file, place = read_gguf(os.fspath(path)), place_of(path)
     arch = file.fields.get("general.architecture")
     experts = bool(file.fields.get(f"{arch}.expert_count"))
-    known = _OF_EXPERTS if experts else _ARCHITECTURES
-    if not isinstance(arch, str) or arch not in known:
-        of = " with experts" if experts else ""
-        raise UnsupportedError(f"{place}: architecture {shown(arch)}{of}, expected one of {', '.join(known)}")
-    config = {"architectures": [known[arch]], "vocab_size": _words(file)} | _fields(file, arch, place)
+    architectures = _MOE_ARCHITECTURES if experts else _ARCHITECTURES
+    if not isinstance(arch, str) or arch not in architectures:
+        suffix = " with experts" if experts else ""
+        raise UnsupportedError(
+            f"{place}: architecture {shown(arch)}{suffix}, expected one of {', '.join(architectures)}"
+        )
+    config = {"architectures": [architectures[arch]], "vocab_size": _vocabulary_size(file)} | _fields(file, arch, place)
     # a tied head is not stored a second time
     config["tie_word_embeddings"] = all(t.name != "output.weight" for t in file.tensors)
     return config | _formats(file, place)
 
 
-def _words(file: Gguf) -> int | None:
+def _vocabulary_size(file: Gguf) -> int | None:
     """Return the vocabulary size, which not every file states."""
-    found = (t.shape[0] for t in file.tensors if t.name == "token_embd.weight" and t.shape)
-    return next(found, file.lengths.get("tokenizer.ggml.tokens"))
+    sizes = (t.shape[0] for t in file.tensors if t.name == "token_embd.weight" and t.shape)
+    return next(sizes, file.lengths.get("tokenizer.ggml.tokens"))
 
 
 def _fields(file: Gguf, arch: str, place: str) -> dict[str, Any]:
-    found = {}
+    config = {}
     for name in (*file.fields, *file.lengths):
         key = name.removeprefix(f"{arch}.")
-        if key == name or key.startswith(_FREE):
+        if key == name or key.startswith(_NO_COST):
             continue
         value = file.fields.get(name)
         if key == "attention.value_length" and value == file.fields.get(f"{arch}.attention.key_length"):
@@ -66,10 +68,12 @@ def _fields(file: Gguf, arch: str, place: str) -> dict[str, Any]:
         if key in ("expert_count", "expert_used_count") and value == 0:
             continue
         if key not in _FIELDS or value is None:
-            what = f"an array of {file.lengths[name]}" if value is None else shown(value)
-            raise UnsupportedError(f"{place}: {name} is {what}, expected one number, of {', '.join(_FIELDS)}")
-        found[_FIELDS[key]] = value
-    return found
+            description = f"an array of {file.lengths[name]}" if value is None else shown(value)
+            raise UnsupportedError(
+                f"{place}: {name} is {description}, expected a number for one of {', '.join(_FIELDS)}"
+            )
+        config[_FIELDS[key]] = value
+    return config
 
 
 def _formats(file: Gguf, place: str) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import costgraph as cg
 
 from .blocks import block
-from .composed import KERNELS, Composed
 from .config import Config
 from .decoder import decoder
+from .eager_ops import KERNELS, EagerOps
 from .family import Family, Preset
 
 
@@ -21,22 +21,22 @@ def gpt2(
     attention: str,
     dropout: float,
     dtype: str,
-    composed: bool = False,
+    eager_ops: bool = False,
     *,
     tied: bool = True,
     activation: str = "gelu_tanh",
 ) -> cg.Graph:
     """Declare GPT-2: tokens (B, S) to logits (B, S, V)."""
     S, D, H, F, L, P = cg.dims("S D H F L P")
-    run = Composed(dtype, renamed=True) if composed else KERNELS
+    run = EagerOps(dtype, renamed=True) if eager_ops else KERNELS
 
     def mixer(x: cg.Tensor) -> cg.Tensor:
-        if composed:  # heads are split after queries, keys and values
+        if eager_ops:  # heads are split after queries, keys and values
             qkv = cg.linear(x, "b s d -> b s e", e=3 * D, bias=True, name="attention/kqv")
-            q, k, v = (cg.rearrange(part, "b s (h k) -> b h s k", h=H) for part in cg.ops.split(qkv, (D, D, D)))
+            q, k, v = (cg.rearrange(piece, "b s (h k) -> b h s k", h=H) for piece in cg.ops.split(qkv, (D, D, D)))
         else:
             qkv = cg.linear(x, "b s d -> b s n h k", n=3, h=H, k=D / H, bias=True, name="attention/kqv")
-            q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.ops.split(qkv, (1, 1, 1), 2))
+            q, k, v = (cg.rearrange(piece, "b s 1 h k -> b h s k") for piece in cg.ops.split(qkv, (1, 1, 1), 2))
         y = run.attention(q, k, v, attention, dropout)
         y = cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")
         return run.keep(cg.dropout(y, dropout), qkv)
@@ -48,9 +48,9 @@ def gpt2(
         return cg.dropout(y, dropout)
 
     def stack(x: cg.Tensor) -> cg.Tensor:
-        positions = run.named(cg.ops.arange(S))
-        x = x + run.named(cg.embedding(positions, x.graph.param("positions/table", (P, D))))
-        run.hide(positions, attention)
+        positions = run.keep_for_model(cg.ops.arange(S))
+        x = x + run.keep_for_model(cg.embedding(positions, x.graph.param("positions/table", (P, D))))
+        run.create_mask(positions, attention)
         layer = block(attention=mixer, mlp=channels, norm=cg.layer_norm, run=run)
         return cg.repeat(L, layer, cg.dropout(x, dropout), name="layers")
 
@@ -82,7 +82,7 @@ FAMILIES = (
             "gpt2-xl": Preset({"D": 1600, "H": 25, "F": 6400, "L": 48, "V": 50257, "P": 1024}),
             "gpt3-175b": Preset({"D": 12288, "H": 96, "F": 49152, "L": 96, "V": 50257, "P": 2048}),
         },
-        composed=True,
+        eager_ops=True,
         architectures={"GPT2LMHeadModel": "gpt2"},
         read=read,
     ),

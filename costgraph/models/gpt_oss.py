@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import costgraph as cg
 
-from .blocks import Tables, attending, block, mixed
+from .blocks import Tables, block, causal_attention, mixture_of_experts
 from .config import Config
 from .decoder import decoder
 from .family import Family, Preset
@@ -33,10 +33,10 @@ def gpt_oss(
     K, L, W = cg.dims("K L W")
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
-        channels = mixed(routing, capacity, gate=_clamped, bias=True, score="chosen", router_bias=True)
-        facts = {"bias": bias, "out_bias": bias, "sinks": True}
+        channels = mixture_of_experts(routing, capacity, gate=_clamped, bias=True, score="chosen", router_bias=True)
+        options = {"bias": bias, "out_bias": bias, "sinks": True}
         bodies = {
-            kind: block(attention=attending(attention, dropout, rope, window=window, **facts), moe=channels)
+            kind: block(attention=causal_attention(attention, dropout, rope, window=window, **options), moe=channels)
             for kind, window in (("global", None), ("local", W))
         }
         return cg.nn.layers(L, bodies, x, kinds, rest=rest)
@@ -60,8 +60,8 @@ def read(c: Config) -> Preset:
     sizes |= {"E": c.size("num_local_experts"), "k": c.size("num_experts_per_tok")}
     c.expect("experts_per_token", sizes["k"])  # in the first files; transformers does not read it
     sizes["Fe"] = sizes.pop("F")
-    known = {"sliding_attention": "local", "full_attention": "global"}
-    kinds, rest = c.layer_types(known, sizes["L"], list(known))
+    kind_of_type = {"sliding_attention": "local", "full_attention": "global"}
+    kinds, rest = c.layer_types(kind_of_type, sizes["L"], list(kind_of_type))
     window = c.optional("sliding_window")
     if "local" in kinds and window is not None:
         sizes["W"] = window

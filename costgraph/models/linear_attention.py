@@ -12,7 +12,7 @@ from functools import partial
 
 import costgraph as cg
 
-from .blocks import block, dropped
+from .blocks import block, with_dropout
 from .decoder import decoder
 from .family import Family, Preset
 
@@ -21,7 +21,7 @@ def linear_attention(name: str, attention: str, dropout: float, dtype: str, *, s
     """Declare a linear transformer: tokens (B, S) to logits (B, S, V); `attention` has no effect."""
     S, D, F, L, P = cg.dims("S D F L P")
 
-    mixer = dropped(partial(_attend, dtype=dtype, scan=scan), dropout)
+    mixer = with_dropout(partial(_attend, dtype=dtype, scan=scan), dropout)
 
     def stack(x: cg.Tensor) -> cg.Tensor:
         x = x + cg.embedding(cg.ops.arange(S), x.graph.buffer("positions/table", (P, D)))
@@ -35,7 +35,7 @@ def linear_attention(name: str, attention: str, dropout: float, dtype: str, *, s
 def _attend(x: cg.Tensor, dtype: str, scan: str) -> cg.Tensor:
     """Accumulate products of keys and values, and keys for the normalizer, over positions (eq. 16 to 20)."""
     B, D, H = cg.dims("B D H")
-    made = [cg.linear(x, "b s d -> b s h k", h=H, k=D / H, bias=True, name=f"attention/{n}") for n in ("q", "k", "v")]
+    qkv = [cg.linear(x, "b s d -> b s h k", h=H, k=D / H, bias=True, name=f"attention/{n}") for n in ("q", "k", "v")]
     state = cg.ops.initial_state((B, H, D / H, D / H), dtype, name="attention/state")
     norm = cg.ops.initial_state((B, H, D / H), dtype, name="attention/norm_state")
 
@@ -49,8 +49,8 @@ def _attend(x: cg.Tensor, dtype: str, scan: str) -> cg.Tensor:
         return (s, z), y / cg.rearrange(scale + 1e-6, "b h -> b h 1")
 
     with cg.nn.scan_kernel("linear_attention", scan):
-        q, k = (cg.ops.pointwise("elu", t) + 1.0 for t in made[:2])
-        y = cg.nn.recurrence(step, (state, norm), (q, k, made[2]))
+        q, k = (cg.ops.pointwise("elu", t) + 1.0 for t in qkv[:2])
+        y = cg.nn.recurrence(step, (state, norm), (q, k, qkv[2]))
     y = cg.rearrange(y, "b s h v -> b s (h v)", name="attention/merge")
     return cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import costgraph as cg
 
-from .blocks import System, block, gated
-from .composed import KERNELS, Composed
+from .blocks import System, block, gated_mlp
 from .config import Config
 from .decoder import decoder
+from .eager_ops import KERNELS, EagerOps
 from .family import Family, Preset
 
 
@@ -21,7 +21,7 @@ def llama(
     attention: str,
     dropout: float,
     dtype: str,
-    composed: bool = False,
+    eager_ops: bool = False,
     *,
     bias: bool = False,
     mlp_bias: bool = False,
@@ -32,25 +32,25 @@ def llama(
 ) -> cg.Graph:
     """Declare Llama: tokens (B, S) to logits (B, S, V), with dropout on attention probabilities only.
 
-    With `shared` there are fewer KV heads than query heads, so eager code (`composed`) repeats them; `system` selects
+    With `shared` there are fewer KV heads than query heads, so eager code (`eager_ops`) repeats them; `system` selects
     the implementation of layers.
     """
     S, H, G, K, L = cg.dims("S H G K L")
-    run = Composed(dtype, softmax="fp32", renamed=False) if composed else KERNELS
-    fewer = shared or not composed
+    run = EagerOps(dtype, softmax="fp32", renamed=False) if eager_ops else KERNELS
+    fewer = shared or not eager_ops
     groups = G if fewer else H
-    assume = "H > G" if composed else "H >= G"
+    assume = "H > G" if eager_ops else "H >= G"
 
     def stack(x: cg.Tensor) -> cg.Tensor:
-        positions = run.named(cg.ops.arange(S))
-        run.hide(positions, attention)
+        positions = run.keep_for_model(cg.ops.arange(S))
+        run.create_mask(positions, attention)
         rope = run.rotary_tables(positions, K)
 
         def attend(x: cg.Tensor) -> cg.Tensor:
             return run.self_attention(x, H, K, groups=groups, rope=rope, kernel=attention, bias=bias, p=dropout)
 
-        feed = gated(activation, bias=mlp_bias, system=system)
-        layer = block(attention=attend, mlp=feed, norm=run.rms_norm, run=run)
+        mlp = gated_mlp(activation, bias=mlp_bias, system=system)
+        layer = block(attention=attend, mlp=mlp, norm=run.rms_norm, run=run)
         return cg.repeat(L, layer, x, name="layers")
 
     return decoder(name, dtype, stack, norm=run.rms_norm, tied=tied, assume=(assume,) if fewer else (), run=run)
@@ -85,7 +85,7 @@ FAMILIES = (
             "llama-3.2-3b": _sizes(3072, 24, 8, 8192, 28, 128256, tied=True),
             "llama-3.3-70b": _sizes(8192, 64, 8, 28672, 80, 128256),
         },
-        composed=True,
+        eager_ops=True,
         architectures={"LlamaForCausalLM": "llama"},
         read=read,
     ),

@@ -102,11 +102,11 @@ def _gated_norm(y: cg.Tensor, z: cg.Tensor) -> cg.Tensor:
         wide = cg.ops.cast(y, "fp32") * cg.silu(cg.ops.cast(z, "fp32"))
         wide = cg.rearrange(wide, "b s (g e) -> b s g e", g=G)
         power = cg.reduce(cg.ops.pointwise("square", wide), "b s g e -> b s g 1", "mean")
-        made = cg.rearrange(wide * cg.ops.pointwise("rsqrt", power + 1e-5), "b s g e -> b s (g e)")
-        return cg.ops.cast(made, z.dtype) * weight
+        normalized = cg.rearrange(wide * cg.ops.pointwise("rsqrt", power + 1e-5), "b s g e -> b s (g e)")
+        return cg.ops.cast(normalized, z.dtype) * weight
 
 
-def _steps(dt: cg.Tensor, shift: cg.Tensor) -> cg.Tensor:
+def _time_steps(dt: cg.Tensor, shift: cg.Tensor) -> cg.Tensor:
     return cg.ops.pointwise("clamp", cg.ops.pointwise("softplus", cg.ops.cast(dt, "fp32") + cg.ops.cast(shift, "fp32")))
 
 
@@ -118,7 +118,7 @@ def _recurrent(
     B, H, G, K, N = cg.dims("B H G K N")
     start = cg.ops.initial_state((B, G, H / G, K, N), "fp32", name="state")
     with cg.nn.scan_kernel("selective_scan", scan):
-        dt = _steps(dt, shift)
+        dt = _time_steps(dt, shift)
         decay = cg.ops.pointwise("exp", dt * -_exp(log_a))
         fed = cg.einsum(dt, cg.ops.cast(x, "fp32"), "b s g r, b s g r k -> b s g r k")
 
@@ -142,65 +142,65 @@ def _chunked(
     scan="ops" models transformers: B @ C is computed for each head, and all states before a chunk in one matmul.
     """
     H, G, Q = cg.dims("H G Q")
-    each, heads = scan == "ops", "g r" if scan == "ops" else "g"
+    per_head, heads = scan == "ops", "g r" if scan == "ops" else "g"
     # kernels skip masked pairs
-    domain, over = (None, ()) if each else (cg.Domain(causal=True), ("q", "p"))
+    domain, over = (None, ()) if per_head else (cg.Domain(causal=True), ("q", "p"))
     chunks = {t: f"b (m q) {a} -> b m q {a}" for t, a in ((x, "g r k"), (dt, "g r"), (b, "g n"), (c, "g n"))}
     x, dt, b, c = (cg.rearrange(t, pattern, q=Q) for t, pattern in chunks.items())
-    if each:
+    if per_head:
         b, c = (cg.ops.expand(cg.ops.cast(t, "fp32"), "b m q g n -> b m q g r n", r=H / G) for t in (b, c))
     with cg.nn.scan_kernel("chunk_cumsum", scan):
-        dt = _steps(dt, shift)
-        total = cg.nn.cumulative_sum(dt * -_exp(log_a), axis=2)
+        dt = _time_steps(dt, shift)
+        log_decay = cg.nn.cumulative_sum(dt * -_exp(log_a), axis=2)
     with cg.nn.scan_kernel("chunk_state", scan):
         fed = cg.einsum(dt, cg.ops.cast(x, "fp32"), "b m p g r, b m p g r k -> b m p g r k")
-        left = cg.ops.pointwise("exp", total[:, :, Q - 1 :] - total)
-        states = cg.einsum(fed, left, "b m p g r k, b m p g r -> b m p g r k")
+        decay_to_end = cg.ops.pointwise("exp", log_decay[:, :, Q - 1 :] - log_decay)
+        states = cg.einsum(fed, decay_to_end, "b m p g r k, b m p g r -> b m p g r k")
         states = cg.einsum(
             states, cg.ops.cast(b, "fp32"), f"b m p g r k, b m p {heads} n -> b m g r k n", name="states"
         )
-    through = cg.rearrange(total[:, :, Q - 1 :], "b m 1 g r -> b m g r")
-    before = _all_before(states, through) if each else _carried(states, through)
+    chunk_decay = cg.rearrange(log_decay[:, :, Q - 1 :], "b m 1 g r -> b m g r")
+    carried_state = _states_by_matmul(states, chunk_decay) if per_head else _states_by_scan(states, chunk_decay)
     with cg.scope("scores"):
         scores = cg.einsum(c, b, f"b m q {heads} n, b m p {heads} n -> b m {heads} q p")
     with cg.nn.scan_kernel("chunk_scan", scan):
-        by_query, by_key = (cg.rearrange(total, f"b m q g r -> b m g r {to}") for to in ("q 1", "1 q"))
-        seen = cg.ops.pointwise("exp", by_query - by_key)
-        seen = cg.einsum(cg.ops.cast(scores, "fp32"), seen, f"b m {heads} q p, b m g r q p -> b m g r q p")
+        by_query, by_key = (cg.rearrange(log_decay, f"b m q g r -> b m g r {to}") for to in ("q 1", "1 q"))
+        decay = cg.ops.pointwise("exp", by_query - by_key)
+        decay = cg.einsum(cg.ops.cast(scores, "fp32"), decay, f"b m {heads} q p, b m g r q p -> b m g r q p")
         pattern = "b m g r q p, b m p g r k -> b m q g r k"
-        within = cg.einsum(seen, fed, pattern, domain=domain, over=over, name="within")
+        within = cg.einsum(decay, fed, pattern, domain=domain, over=over, name="within")
         across = cg.einsum(
-            cg.ops.cast(c, "fp32"), before, f"b m q {heads} n, b m g r k n -> b m q g r k", name="across"
+            cg.ops.cast(c, "fp32"), carried_state, f"b m q {heads} n, b m g r k n -> b m q g r k", name="across"
         )
-        y = within + cg.einsum(across, cg.ops.pointwise("exp", total), "b m q g r k, b m q g r -> b m q g r k")
+        y = within + cg.einsum(across, cg.ops.pointwise("exp", log_decay), "b m q g r k, b m q g r -> b m q g r k")
         y = cg.ops.cast(y + cg.einsum(x, skip, "b m q g r k, g r -> b m q g r k"), x.dtype)
     return cg.rearrange(y, "b m q g r k -> b (m q) g r k")
 
 
-def _carried(states: cg.Tensor, through: cg.Tensor) -> cg.Tensor:
+def _states_by_scan(states: cg.Tensor, chunk_decay: cg.Tensor) -> cg.Tensor:
     """Return the state before each chunk by a sequential scan."""
     start = cg.ops.initial_state((states.shape[0], *states.shape[2:]), "fp32", name="state")
 
-    def step(h: cg.Tensor, now: tuple[cg.Tensor, cg.Tensor]) -> tuple[cg.Tensor, cg.Tensor]:
-        state, decay = now
+    def step(h: cg.Tensor, inputs: tuple[cg.Tensor, cg.Tensor]) -> tuple[cg.Tensor, cg.Tensor]:
+        state, decay = inputs
         return cg.einsum(cg.ops.pointwise("exp", decay), h, "b g r, b g r k n -> b g r k n") + state, h
 
     with cg.kernel("state_passing"):
-        return cg.nn.recurrence(step, start, (states, through))
+        return cg.nn.recurrence(step, start, (states, chunk_decay))
 
 
-def _all_before(states: cg.Tensor, through: cg.Tensor) -> cg.Tensor:
+def _states_by_matmul(states: cg.Tensor, chunk_decay: cg.Tensor) -> cg.Tensor:
     """Return the state before each chunk by one matmul of all states, including the initial one, with their decays."""
     B, M = states.shape[:2]
     first = cg.ops.initial_state((B, 1, *states.shape[2:]), "fp32", name="state")
     states = cg.ops.concat([first, states], 1)
-    total = cg.nn.cumulative_sum(
-        cg.ops.concat([cg.ops.initial_state((B, 1, *through.shape[2:]), "fp32"), through], 1), axis=1
+    log_decay = cg.nn.cumulative_sum(
+        cg.ops.concat([cg.ops.initial_state((B, 1, *chunk_decay.shape[2:]), "fp32"), chunk_decay], 1), axis=1
     )
-    by_query, by_key = (cg.rearrange(total, f"b m g r -> b g r {to}") for to in ("m 1", "1 m"))
+    by_query, by_key = (cg.rearrange(log_decay, f"b m g r -> b g r {to}") for to in ("m 1", "1 m"))
     decay = cg.ops.pointwise("exp", by_query - by_key)
-    made = cg.einsum(decay, states, "b g r m z, b z g r k n -> b m g r k n", name="passed")
-    return made[:, :M]
+    carried = cg.einsum(decay, states, "b g r m z, b z g r k n -> b m g r k n", name="passed")
+    return carried[:, :M]
 
 
 def read_mamba(c: Config) -> Preset:

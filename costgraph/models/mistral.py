@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import costgraph as cg
 
-from .blocks import Tables, attending, block, gated
+from .blocks import Tables, block, causal_attention, gated_mlp
 from .config import Config
 from .decoder import decoder
 from .family import Family, Preset
@@ -29,8 +29,8 @@ def mistral(
     K, L, W = cg.dims("K L W")
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
-        mixer = attending(attention, dropout, rope, window=W if window else None)
-        return cg.repeat(L, block(attention=mixer, mlp=gated(activation)), x, name="layers")
+        mixer = causal_attention(attention, dropout, rope, window=W if window else None)
+        return cg.repeat(L, block(attention=mixer, mlp=gated_mlp(activation)), x, name="layers")
 
     return decoder(name, dtype, stack, rope=K, tied=tied)
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import costgraph as cg
 
-from .blocks import System, Tables, attending, block, mixed
+from .blocks import System, Tables, block, causal_attention, mixture_of_experts
 from .config import Config
 from .decoder import decoder
 from .family import Family, Preset
@@ -36,9 +36,9 @@ def mixtral(
     K, L, W = cg.dims("K L W")
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
-        mixer = attending(attention, dropout, rope, window=W if window else None)
+        mixer = causal_attention(attention, dropout, rope, window=W if window else None)
         act = partial(cg.ops.pointwise, activation)
-        channels = mixed(routing, capacity, activation=act, normalize=True, system=system)
+        channels = mixture_of_experts(routing, capacity, activation=act, normalize=True, system=system)
         return cg.repeat(L, block(attention=mixer, moe=channels), x, name="layers")
 
     return decoder(name, dtype, stack, rope=K, tied=tied)

@@ -10,8 +10,8 @@ import costgraph as cg
 from .family import Family, Preset
 
 
-def mlp(name: str, attention: str, dropout: float, dtype: str, composed: bool = False) -> cg.Graph:
-    """Declare an MLP: features (B, D) to logits (B, C); there is no attention, and `composed` has no effect."""
+def mlp(name: str, attention: str, dropout: float, dtype: str, eager_ops: bool = False) -> cg.Graph:
+    """Declare an MLP: features (B, D) to logits (B, C); there is no attention, and `eager_ops` has no effect."""
     B, D, F, L, C = cg.dims("B D F L C")
 
     def hidden(x: cg.Tensor, name: str = "linear") -> cg.Tensor:
@@ -25,4 +25,4 @@ def mlp(name: str, attention: str, dropout: float, dtype: str, composed: bool = 
     return g
 
 
-FAMILIES = (Family(mlp, {"mlp": Preset({"D": 784, "F": 512, "L": 1, "C": 10})}, composed=True),)
+FAMILIES = (Family(mlp, {"mlp": Preset({"D": 784, "F": 512, "L": 1, "C": 10})}, eager_ops=True),)

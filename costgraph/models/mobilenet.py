@@ -36,11 +36,11 @@ def mobilenet_v2(
     B, IC, R, C, E, width = cg.dims("B IC R C E D0")
 
     with cg.Graph(name, dtype=dtype) as g:
-        x = convolved(g.input("images", (B, IC, R, R)), width, 3, 2, activation, "stem")
+        x = conv_norm_act(g.input("images", (B, IC, R, R)), width, 3, 2, activation, "stem")
         for i, stride in enumerate(strides, 1):
-            before, width = width, width if i in joined else cg.dims(f"D{i}")
+            in_width, width = width, width if i in joined else cg.dims(f"D{i}")
             depth: Any = cg.dims(f"L{i}")
-            middle = before if i == 1 else E * before
+            middle = in_width if i == 1 else E * in_width
 
             def block(x: cg.Tensor) -> cg.Tensor:
                 width = x.shape[1]
@@ -52,7 +52,7 @@ def mobilenet_v2(
                     residual=i in joined and stride == 1, name="first",
                 )  # fmt: skip
                 x = x if i in single else cg.repeat(depth - 1, block, x, name="blocks")
-        x = convolved(x, cg.dims(f"D{len(strides) + 1}"), 1, 1, activation, "last")
+        x = conv_norm_act(x, cg.dims(f"D{len(strides) + 1}"), 1, 1, activation, "last")
         x = cg.dropout(cg.reduce(x, "b c h w -> b c", "mean"), dropout if head else 0)
         g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head") if head else x)
         g.loss = "cross_entropy" if head else None
@@ -72,14 +72,14 @@ def mobilenet_v3(name: str, attention: str, dropout: float, dtype: str, *, block
     B, IC, R, C, F, width = cg.dims("B IC R C F D0")
 
     with cg.Graph(name, dtype=dtype) as g:
-        x = convolved(g.input("images", (B, IC, R, R)), width, 3, 2, "hardswish", "stem")
+        x = conv_norm_act(g.input("images", (B, IC, R, R)), width, 3, 2, "hardswish", "stem")
         for i, (window, stride, activation, expand, squeezed, residual) in enumerate(blocks, 1):
             middle, width = cg.dims(f"E{i}") if expand else width, width if residual else cg.dims(f"D{i}")
             x = cg.nn.inverted_residual(
                 x, middle, width, window=window, stride=stride, activation=activation, expand=expand, residual=residual,
                 squeezed=cg.dims(f"Q{i}") if squeezed else None, gate="hardsigmoid", name=f"block{i}",
             )  # fmt: skip
-        x = convolved(x, cg.dims(f"D{len(blocks) + 1}"), 1, 1, "hardswish", "last")
+        x = conv_norm_act(x, cg.dims(f"D{len(blocks) + 1}"), 1, 1, "hardswish", "last")
         x = cg.linear(cg.reduce(x, "b c h w -> b c", "mean"), "b d -> b f", f=F, bias=True, name="hidden")
         x = cg.dropout(cg.ops.pointwise("hardswish", x), dropout)
         g.output(cg.linear(x, "b f -> b c", c=C, bias=True, name="head"))
@@ -87,36 +87,36 @@ def mobilenet_v3(name: str, attention: str, dropout: float, dtype: str, *, block
     return g
 
 
-def convolved(x: cg.Tensor, width: object, window: int, stride: int, activation: str, name: str) -> cg.Tensor:
+def conv_norm_act(x: cg.Tensor, width: object, window: int, stride: int, activation: str, name: str) -> cg.Tensor:
     """Convolve, batch-normalize and activate: the first layer, and the last one before pooling."""
     x = cg.conv(x, "b c h w -> b d h w", d=width, window=window, stride=stride, padding=(window - 1) // 2, name=name)
     return cg.ops.pointwise(activation, cg.nn.batch_norm(x, name=f"{name}/norm"))
 
 
-def divisible(value: float, by: int = 8, least: int | None = None) -> int:
+def round_channels(value: float, divisor: int = 8, minimum: int | None = None) -> int:
     """Round channels to a multiple, never down by more than a tenth, as the authors' code does."""
-    rounded = max(by if least is None else least, int(value + by / 2) // by * by)
-    return rounded + by if rounded < 0.9 * value else rounded
+    rounded = max(divisor if minimum is None else minimum, int(value + divisor / 2) // divisor * divisor)
+    return rounded + divisor if rounded < 0.9 * value else rounded
 
 
 def read_v2(c: Config) -> Preset:
     """Read a transformers `MobileNetV2Config`."""
-    factor, by = c.number("depth_multiplier", above=0), c.size("depth_divisible_by")
-    least = c.size("min_depth")
+    factor, divisor = c.number("depth_multiplier", above=0), c.size("depth_divisible_by")
+    minimum = c.size("min_depth")
     ratio, limit = c.number("expand_ratio", above=0), c.size("output_stride")
     c.ignore("tf_padding", "classifier_dropout_prob", "semantic_loss_ignore_index", "is_encoder_decoder")
-    widths = [divisible(round(n * factor), by, least) for n in (32, 16, 24, 32, 64, 96, 160, 320, 1280)]
+    widths = [round_channels(round(n * factor), divisor, minimum) for n in (32, 16, 24, 32, 64, 96, 160, 320, 1280)]
     if c.flag("finegrained_output") and factor < 1:
         widths[-1] = 1280
-    if ratio % 1 or any(divisible(round(n * ratio), by, least) != ratio * n for n in widths[1:8]):
+    if ratio % 1 or any(round_channels(round(n * ratio), divisor, minimum) != ratio * n for n in widths[1:8]):
         raise cg.UnsupportedError(
-            f"{c.place}: expand_ratio {ratio} of {widths[1:8]} channels in multiples of {by} and at least {least}, "
-            f"expected products that need no rounding"
+            f"{c.place}: expand_ratio {ratio} of {widths[1:8]} channels in multiples of {divisor} and at least "
+            f"{minimum}, expected products without rounding"
         )
-    strides, reached = [1], 2
+    strides, total_stride = [1], 2
     for stride in (2, 2, 2, 1, 2, 1):  # beyond output_stride windows are dilated instead, at the same cost
-        strides.append(1 if reached == limit else stride)
-        reached *= strides[-1]
+        strides.append(1 if total_stride == limit else stride)
+        total_stride *= strides[-1]
     joined = tuple(i for i in range(2, 8) if widths[i] == widths[i - 1] and strides[i - 1] == 1)
     head = c.architecture == "MobileNetV2ForImageClassification"
     structure = {"strides": tuple(strides), "joined": joined, "head": head}
@@ -154,7 +154,7 @@ def _v3(table: tuple[tuple[int, int, int, bool, str, int], ...], hidden: int) ->
         expand, residual = middle != width, stride == 1 and out == width
         blocks.append((window, stride, activation, expand, squeezed, residual))
         sizes |= {f"E{i}": middle} if expand else {}
-        sizes |= {f"Q{i}": divisible(middle // 4)} if squeezed else {}
+        sizes |= {f"Q{i}": round_channels(middle // 4)} if squeezed else {}
         sizes |= {} if residual else {f"D{i}": out}
         width = out
     return Preset({**sizes, f"D{len(table) + 1}": 6 * width}, {"blocks": tuple(blocks)})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import costgraph as cg
 
-from .blocks import Tables, attending, block, gated
+from .blocks import Tables, block, causal_attention, gated_mlp
 from .config import Config
 from .decoder import decoder
 from .family import Family, Preset
@@ -28,8 +28,8 @@ def olmo(
     K, L = cg.dims("K L")
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
-        mixer = attending(attention, dropout, rope, qk_norm="all", bias=bias, out_bias=bias)
-        return cg.repeat(L, block(attention=mixer, mlp=gated(activation), norms="after"), x, name="layers")
+        mixer = causal_attention(attention, dropout, rope, qk_norm="all", bias=bias, out_bias=bias)
+        return cg.repeat(L, block(attention=mixer, mlp=gated_mlp(activation), norms="after"), x, name="layers")
 
     return decoder(name, dtype, stack, rope=K, tied=tied)
 

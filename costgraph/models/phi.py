@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import costgraph as cg
 
-from .blocks import Tables, attending, block, dropped, gated
+from .blocks import Tables, block, causal_attention, gated_mlp, with_dropout
 from .config import Config
 from .decoder import decoder
 from .family import Family, Preset
@@ -30,8 +30,10 @@ def phi(
     K, L, W, R = cg.dims("K L W R")
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
-        mixer = attending(attention, dropout, rope, packed=True, window=W if window else None)
-        layer = block(attention=dropped(mixer, dropout), mlp=dropped(gated(activation, packed=True), dropout))
+        mixer = causal_attention(attention, dropout, rope, packed=True, window=W if window else None)
+        layer = block(
+            attention=with_dropout(mixer, dropout), mlp=with_dropout(gated_mlp(activation, packed=True), dropout)
+        )
         return cg.repeat(L, layer, x, name="layers")
 
     return decoder(name, dtype, stack, rope=R if partial_rotary else K, tied=tied)
@@ -45,7 +47,7 @@ def read(c: Config) -> Preset:
         c.expect(field, 1)
     c.ignore("max_position_embeddings", "resid_pdrop", "embd_pdrop")
     sizes, window = c.decoder(), c.optional("sliding_window")
-    rotated = c.rotated(sizes["K"])
+    rotated = c.rotary_size(sizes["K"])
     sizes |= ({} if window is None else {"W": window}) | ({} if rotated == sizes["K"] else {"R": rotated})
     structure = {"window": window is not None, "partial_rotary": "R" in sizes}
     structure["tied"] = c.flag("tie_word_embeddings")

@@ -12,7 +12,7 @@ from typing import Literal
 
 import costgraph as cg
 
-from .blocks import Tables, attending, block, gated
+from .blocks import Tables, block, causal_attention, gated_mlp
 from .config import Config
 from .decoder import decoder
 from .family import Family, Preset
@@ -36,9 +36,12 @@ def qwen(
     K, L, W = cg.dims("K L W")
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
-        facts = {"bias": bias, "out_bias": out_bias, "qk_norm": qk_norm}
+        options = {"bias": bias, "out_bias": out_bias, "qk_norm": qk_norm}
         bodies = {
-            kind: block(attention=attending(attention, dropout, rope, window=window, **facts), mlp=gated(activation))
+            kind: block(
+                attention=causal_attention(attention, dropout, rope, window=window, **options),
+                mlp=gated_mlp(activation),
+            )
             for kind, window in (("global", None), ("local", W))
         }
         return cg.nn.layers(L, bodies, x, kinds, rest=rest)
@@ -54,8 +57,8 @@ def read(c: Config) -> Preset:
     sizes = c.decoder()
     window = c.optional("sliding_window") if c.flag("use_sliding_window") else None
     c.ignore("sliding_window", "max_window_layers")
-    known = {"full_attention": "global"} | ({} if window is None else {"sliding_attention": "local"})
-    kinds, rest = c.layer_types(known, sizes["L"], _rule(c, sizes["L"], window))
+    kind_of_type = {"full_attention": "global"} | ({} if window is None else {"sliding_attention": "local"})
+    kinds, rest = c.layer_types(kind_of_type, sizes["L"], _rule(c, sizes["L"], window))
     sizes |= {} if window is None or "local" not in kinds else {"W": window}
     biases = c.flag("attention_bias") if third else True
     structure = {"kinds": kinds, "rest": rest, "bias": biases, "out_bias": biases and third}
@@ -65,9 +68,9 @@ def read(c: Config) -> Preset:
 
 def _rule(c: Config, depth: int, window: int | None) -> list[str]:
     """Return the pattern of layers for files that do not list them: with a window, the first layers are global."""
-    first = depth if window is None or c.has("layer_types") else c.size("max_window_layers", least=0)
+    first = depth if window is None or c.has("layer_types") else c.size("max_window_layers", minimum=0)
     if 0 < first < depth:
-        return ["full_attention"] * first + ["sliding_attention"] * (c.listed(depth) - first)
+        return ["full_attention"] * first + ["sliding_attention"] * (c.list_length(depth) - first)
     return ["full_attention" if first else "sliding_attention"]
 
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import costgraph as cg
 
-from .blocks import Tables, attending, block, gated, mixed
+from .blocks import Tables, block, causal_attention, gated_mlp, mixture_of_experts
 from .config import Config
 from .decoder import decoder
 from .family import Family, Preset
@@ -40,19 +40,21 @@ def qwen_moe(
     """Declare Qwen with experts: tokens (B, S) to logits (B, S, V); `kinds` lists moe and dense layers."""
     K, L, W = cg.dims("K L W")
     act = partial(cg.ops.pointwise, activation)
-    experts = mixed(routing, capacity, activation=act, normalize=normalize)
+    experts = mixture_of_experts(routing, capacity, activation=act, normalize=normalize)
 
     def mixture(y: cg.Tensor) -> cg.Tensor:
-        made = experts(y)
+        routed = experts(y)
         if not shared:
-            return made
-        own = cg.sigmoid(cg.linear(y, "b s d -> b s one", one=1, name="shared_gate"))
-        return made + own * cg.nn.gated_mlp(y, cg.dims("Fs"), activation=act, name="shared")
+            return routed
+        gate = cg.sigmoid(cg.linear(y, "b s d -> b s one", one=1, name="shared_gate"))
+        return routed + gate * cg.nn.gated_mlp(y, cg.dims("Fs"), activation=act, name="shared")
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
-        facts = {"bias": bias, "out_bias": out_bias, "qk_norm": qk_norm, "window": W if window else None}
-        mixer = attending(attention, dropout, rope, **facts)
-        bodies = {kind: block(attention=mixer, mlp=f) for kind, f in (("moe", mixture), ("dense", gated(activation)))}
+        options = {"bias": bias, "out_bias": out_bias, "qk_norm": qk_norm, "window": W if window else None}
+        mixer = causal_attention(attention, dropout, rope, **options)
+        bodies = {
+            kind: block(attention=mixer, mlp=f) for kind, f in (("moe", mixture), ("dense", gated_mlp(activation)))
+        }
         return cg.nn.layers(L, bodies, x, kinds, rest=rest)
 
     return decoder(name, dtype, stack, rope=K, tied=tied)
@@ -84,11 +86,11 @@ def read(c: Config) -> Preset:
 
 def _kinds(c: Config, depth: int) -> tuple[tuple[str, ...], int]:
     """Return which layers have experts: every n-th one, except those listed as dense."""
-    step, most = c.size("decoder_sparse_step"), 2**16
-    dense = {i for i in c.sizes("mlp_only_layers", least=0, empty=True, most=most) if i < depth}
-    length = c.listed(depth if dense else step) if dense or step <= depth else 1
-    words = ["dense" if i in dense or (i + 1) % step else "moe" for i in range(length)]
-    return c.period("mlp_only_layers", words, depth)
+    step, limit = c.size("decoder_sparse_step"), 2**16
+    dense = {i for i in c.sizes("mlp_only_layers", minimum=0, empty=True, limit=limit) if i < depth}
+    length = c.list_length(depth if dense else step) if dense or step <= depth else 1
+    kinds = ["dense" if i in dense or (i + 1) % step else "moe" for i in range(length)]
+    return c.period("mlp_only_layers", kinds, depth)
 
 
 def _second(D: int, H: int, G: int, k: int, L: int, E: int, Fe: int, Fs: int) -> Preset:

@@ -16,6 +16,7 @@ from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import BindingError, FormatError, GraphError, UnsupportedError
 from ..ir.graph import Graph, bindings, known_names, need_flag
+from ..notation.validation import with_earlier_keywords
 from . import (
     alexnet,
     bert,
@@ -101,13 +102,14 @@ def names() -> list[str]:
     return sorted(_MODELS)
 
 
+@with_earlier_keywords
 def load(
     name: str,
     symbolic: bool = False,
     attention: str = "flash",
     dropout: float = 0,
     dtype: str | DType = "bf16",
-    composed: bool = False,
+    eager_ops: bool = False,
     **structure: object,
 ) -> Graph:
     """Declare a model: a symbolic graph whose `defaults` bind the published sizes.
@@ -125,7 +127,7 @@ def load(
         Dropout probability, wherever the reference module applies dropout in training.
     dtype : str or DType
         Floating format of parameters and activations.
-    composed : bool
+    eager_ops : bool
         Decompose functions into the ops that the reference module runs in eager mode, and keep tensors alive as long as
         its Python variables do. By default each function is one kernel, and a tensor dies after its last reader.
         Available for GPT-2, Llama and the mlp.
@@ -146,7 +148,7 @@ def load(
     FormatError
         If the number format is unknown or is not a floating format.
     UnsupportedError
-        If `composed` is not available for the model.
+        If `eager_ops` is not available for the model.
 
     Examples
     --------
@@ -162,10 +164,10 @@ def load(
     if not isinstance(name, str) or name not in _MODELS:
         near = get_close_matches(shown(name).lower().strip("'"), _MODELS, n=4, cutoff=0.5)
         raise GraphError(f"model {shown(name)}: unknown, expected one of {', '.join(near or names())}")
-    need_flag(f"model {name!r}", composed=composed, symbolic=symbolic)
+    need_flag(f"model {name!r}", eager_ops=eager_ops, symbolic=symbolic)
     family = _MODELS[name]
     preset = family.presets[name]
-    return _declared(family, preset, structure, name, attention, dropout, dtype, composed=composed, symbolic=symbolic)
+    return _declare(family, preset, structure, name, attention, dropout, dtype, eager_ops=eager_ops, symbolic=symbolic)
 
 
 def from_config(
@@ -220,17 +222,17 @@ def from_config(
     if family is None or family.read is None:
         near = get_close_matches(name, _ARCHITECTURES, n=4, cutoff=0.5) or sorted(_ARCHITECTURES)
         raise UnsupportedError(
-            f"{config.place}: architecture {shown(name)} is not known, expected one of {', '.join(near)}; or one that "
-            f"transformers builds: costgraph.torch.from_config traces it"
+            f"{config.place}: architecture {shown(name)} is unknown, expected one of {', '.join(near)}; or trace the "
+            f"transformers model: costgraph.torch.from_config"
         )
     need_flag(f"model {name!r}", symbolic=symbolic)
-    config.settle(family.architectures[name])
+    config.apply_defaults(family.architectures[name])
     preset = family.read(config)
     stored = formats_of(config, family.architectures[name]) if dtype is None else None
     config.ignore("quantization_config")
     config.finish()
-    given = config.dtype or "bf16" if dtype is None else dtype
-    graph = _declared(family, preset, structure, name, attention, dropout, given, composed=False, symbolic=symbolic)
+    format_ = config.dtype or "bf16" if dtype is None else dtype
+    graph = _declare(family, preset, structure, name, attention, dropout, format_, eager_ops=False, symbolic=symbolic)
     try:
         bindings(graph, {})  # reject sizes that violate conditions of the graph
     except BindingError as error:
@@ -244,7 +246,7 @@ def is_known(path: object) -> bool:
     return family is not None and family.read is not None
 
 
-def _declared(
+def _declare(
     family: Family,
     preset: Preset,
     structure: dict[str, object],
@@ -253,7 +255,7 @@ def _declared(
     dropout: float,
     dtype: str | DType,
     *,
-    composed: bool,
+    eager_ops: bool,
     symbolic: bool,
 ) -> Graph:
     """Declare a model of a family with the chosen structure."""
@@ -265,13 +267,13 @@ def _declared(
     format_ = find_dtype(dtype)
     if format_.kind != "float":
         raise FormatError(f"{place}: dtype {format_.name!r}, expected a floating format")
-    if composed and not family.composed:
-        raise UnsupportedError(f"{place}: composed=True, expected a model of which that is stated")
-    declare = partial(family.declare, composed=True) if composed else family.declare
-    known = [p.name for p in signature(family.declare).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    unknown = sorted(set(structure) - set(known))
+    if eager_ops and not family.eager_ops:
+        raise UnsupportedError(f"{place}: eager_ops=True, expected a model that supports it")
+    declare = partial(family.declare, eager_ops=True) if eager_ops else family.declare
+    options = [p.name for p in signature(family.declare).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    unknown = sorted(set(structure) - set(options))
     if unknown:
-        raise GraphError(f"{place}: {unknown[0]}={shown(structure[unknown[0]])}, expected {_listed(known)}")
+        raise GraphError(f"{place}: {unknown[0]}={shown(structure[unknown[0]])}, expected {_alternatives(options)}")
     _need_options(place, family.declare, structure)
     graph = declare(name, attention, dropout, format_.name, **{**preset.structure, **structure})
     if not symbolic:
@@ -292,8 +294,8 @@ def _need_options(place: str, declare: Callable[..., Graph], structure: dict[str
             raise GraphError(f"{place}: {name}={shown(value)}, expected {expected}")
 
 
-def _listed(names: list[str]) -> str:
-    return f"one of {', '.join(names)}" if names else "nothing of its structure to be chosen"
+def _alternatives(names: list[str]) -> str:
+    return f"one of {', '.join(names)}" if names else "no structure options"
 
 
 # -- published parameters ----------------------------------------------------------------------------------------------

@@ -82,13 +82,13 @@ def resnet(
             width = width if i > 1 or widened else stem
             with cg.scope(f"stage{i}"):
                 stride = 2 if i > 1 else first_stride
-                entered = i > 1 or widened or stride > 1
-                if entered:
+                has_entry = i > 1 or widened or stride > 1
+                if has_entry:
                     with cg.scope("entry"):
                         x = block(x, width, stride, shortcut=True)
-                if not (entered and i in single):
-                    rest = depth - 1 if entered else depth
-                    x = cg.repeat(rest, lambda x, width=width: block(x, width), x, name="blocks")
+                if not (has_entry and i in single):
+                    remaining = depth - 1 if has_entry else depth
+                    x = cg.repeat(remaining, lambda x, width=width: block(x, width), x, name="blocks")
         if head:
             x = cg.reduce(x, "b d h w -> b d", "mean", name="pool")
             g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head"))
@@ -102,11 +102,11 @@ def read(c: Config) -> Preset:
     """Read a transformers `ResNetConfig`."""
     widths, depths = c.sizes("hidden_sizes"), c.sizes("depths")
     if len(widths) != len(depths):
-        c.expect("hidden_sizes", f"{len(depths)} numbers, as many as depths")
+        c.expect("hidden_sizes", f"{len(depths)} numbers, the length of depths")
     c.ignore("stage_names", "out_features", "out_indices", "_out_features", "_out_indices")  # of backbones only
     stem, head = c.size("embedding_size"), c.architecture == "ResNetForImageClassification"
     structure: dict[str, object] = {"stages": len(depths), "inplace": False, "head": head}
-    structure |= {"bottleneck": c.choice("layer_type", of=("basic", "bottleneck")) == "bottleneck"}
+    structure |= {"bottleneck": c.choice("layer_type", choices=("basic", "bottleneck")) == "bottleneck"}
     structure |= {"widened": widths[0] != stem, "first_stride": 2 if c.flag("downsample_in_first_stage") else 1}
     structure |= {
         "early": c.flag("downsample_in_bottleneck"),

@@ -31,13 +31,13 @@ def rwkv7(name: str, attention: str, dropout: float, dtype: str, *, scan: str = 
     return decoder(name, dtype, stack, norm=cg.layer_norm, assume=("L >= 2",))
 
 
-def _mixed(x: cg.Tensor, names: str, scope: str) -> list[cg.Tensor]:
+def _token_shift_mix(x: cg.Tensor, names: str, scope: str) -> list[cg.Tensor]:
     """Interpolate each position with the previous one, with weights for each channel and use, in one kernel."""
-    shares = [x.graph.param(f"{scope}/mix_{n}", x.shape[-1:]) for n in names]
-    before = cg.nn.token_shift(x, name=f"{scope}/shift")
+    weights = [x.graph.param(f"{scope}/mix_{n}", x.shape[-1:]) for n in names]
+    previous = cg.nn.token_shift(x, name=f"{scope}/shift")
     with cg.kernel(f"{scope}_mix"):
-        change = before - x
-        return [cg.ops.pointwise("fma", change, share, x) for share in shares]
+        change = previous - x
+        return [cg.ops.pointwise("fma", change, share, x) for share in weights]
 
 
 def _low_rank(x: cg.Tensor, rank: str, name: str, inner: str | None, *, bias: bool = True) -> cg.Tensor:
@@ -50,7 +50,7 @@ def _low_rank(x: cg.Tensor, rank: str, name: str, inner: str | None, *, bias: bo
 def _time_mix(x: cg.Tensor, values: cg.Tensor | None, scan: str) -> tuple[cg.Tensor, cg.Tensor]:
     B, D, K = cg.dims("B D K")
     vector = {n: x.graph.param(f"time/{n}", (D,)) for n in ("k_k", "k_a", "r_k")}
-    xr, xw, xk, xv, xa, xg = _mixed(x, "rwkvag", "time")
+    xr, xw, xk, xv, xa, xg = _token_shift_mix(x, "rwkvag", "time")
     r, k, v = (cg.linear(t, "b s d -> b s e", e=D, name=f"time/{n}") for t, n in ((xr, "r"), (xk, "k"), (xv, "v")))
     w = _low_rank(xw, "R_w", "time/decay", "tanh")
     if values is None:
@@ -65,14 +65,14 @@ def _time_mix(x: cg.Tensor, values: cg.Tensor | None, scan: str) -> tuple[cg.Ten
         power = cg.reduce(cg.ops.pointwise("square", direction), "b s h k -> b s h 1", "sum")
         direction = direction * cg.ops.pointwise("rsqrt", power)
         k = k * (1.0 + (a - 1.0) * vector["k_a"])
-        away = direction * cg.rearrange(a, "b s (h k) -> b s h k", k=K)
+        removal = direction * cg.rearrange(a, "b s (h k) -> b s h k", k=K)
     r, w, k, v = (cg.rearrange(t, "b s (h k) -> b s h k", k=K) for t in (r, w, k, v))
-    y = _wkv(r, w, k, v, -direction, away, cg.ops.initial_state((B, D / K, K, K), "fp32", name="time/state"), scan)
+    y = _wkv(r, w, k, v, -direction, removal, cg.ops.initial_state((B, D / K, K, K), "fp32", name="time/state"), scan)
     y = cg.nn.head_norm(y, bias=True, name="time/out_norm")
     with cg.kernel("bonus"):
-        along = cg.rearrange(vector["r_k"], "(h k) -> h k", k=K)
-        own = cg.reduce(r * k * along, "b s h k -> b s h 1", "sum")
-        y = (y + cg.rearrange(own * v, "b s h k -> b s (h k)")) * gate
+        bonus_weight = cg.rearrange(vector["r_k"], "(h k) -> h k", k=K)
+        bonus = cg.reduce(r * k * bonus_weight, "b s h k -> b s h 1", "sum")
+        y = (y + cg.rearrange(bonus * v, "b s h k -> b s (h k)")) * gate
     return cg.linear(y, "b s e -> b s d", d=D, name="time/out"), values
 
 
@@ -96,7 +96,7 @@ def _wkv(
 
 
 def _channel_mix(x: cg.Tensor, inner: object) -> cg.Tensor:
-    (x,) = _mixed(x, "k", "channel")
+    (x,) = _token_shift_mix(x, "k", "channel")
     return cg.nn.mlp(x, inner, activation=lambda t: cg.ops.pointwise("relu2", t), name="channel")
 
 

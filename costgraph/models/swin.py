@@ -11,7 +11,7 @@ from functools import partial
 
 import costgraph as cg
 
-from .blocks import Part, block, encoding
+from .blocks import Branch, bidirectional_attention, block
 from .config import Config
 from .family import Family, Preset
 
@@ -46,9 +46,9 @@ def swin(
         for i, kind in enumerate(stages, 1):
             _assume(g, i, kind, patch, window)
             bodies = {"plain": layer(i, shift=0), "shifted": layer(i, shift=window // 2)}
-            turns = ("plain", "shifted") if kind.startswith("shifted") else ("plain",)
+            kinds = ("plain", "shifted") if kind.startswith("shifted") else ("plain",)
             with cg.scope(f"stage{i}"):
-                x = cg.nn.layers(cg.dims(f"L{i}"), bodies, x, turns, rest=int(kind == "shifted-odd"), name="blocks")
+                x = cg.nn.layers(cg.dims(f"L{i}"), bodies, x, kinds, rest=int(kind == "shifted-odd"), name="blocks")
                 x = cg.nn.patch_merging(x) if i < len(stages) else x
         x = cg.reduce(cg.layer_norm(x, name="norm"), "b h w d -> b d", "mean")
         g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head") if head else x)
@@ -56,7 +56,7 @@ def swin(
     return g
 
 
-def _layer(stage: int, *, shift: int, window: int, kernel: str, activation: str, qkv_bias: bool, p: float) -> Part:
+def _layer(stage: int, *, shift: int, window: int, kernel: str, activation: str, qkv_bias: bool, p: float) -> Branch:
     """Return window attention and a feed-forward layer, with stochastic depth."""
     B, F, heads = cg.dims(f"B F H{stage}")
 
@@ -64,7 +64,7 @@ def _layer(stage: int, *, shift: int, window: int, kernel: str, activation: str,
         y = cg.nn.window_partition(x, window, shift)
         masks = {} if shift == 0 else {"images": B, "masks": y.shape[0] / B}
         bias = cg.nn.window_bias(window, heads, name="attention/bias", **masks)
-        y = encoding(kernel, p, heads, y.shape[2] / heads, bias=qkv_bias, score_bias=bias)(y)
+        y = bidirectional_attention(kernel, p, heads, y.shape[2] / heads, bias=qkv_bias, score_bias=bias)(y)
         return cg.nn.stochastic_depth(cg.nn.window_merge(cg.dropout(y, p), x, window, shift), p)
 
     def feed_forward(x: cg.Tensor) -> cg.Tensor:
@@ -78,41 +78,43 @@ def _assume(g: cg.Graph, i: int, kind: str, patch: int, window: int) -> None:
     """State the conditions of a stage on image sizes: the side of its map is R/patch/2**(i - 1), rounded."""
     if kind not in STAGES:
         raise cg.GraphError(f"model {g.name!r}: stage {i} is {kind!r}, expected one of {', '.join(STAGES)}")
-    span, known = patch * 2 ** (i - 1), {"single": f"L{i} <= 1"}
-    known["whole"] = f"R <= {span * window + patch - 1}"
-    g.assume(known.get(kind, f"R >= {span * window + patch}"))
+    span, conditions = patch * 2 ** (i - 1), {"single": f"L{i} <= 1"}
+    conditions["whole"] = f"R <= {span * window + patch - 1}"
+    g.assume(conditions.get(kind, f"R >= {span * window + patch}"))
 
 
 def read(c: Config) -> Preset:
     """Read a transformers `SwinConfig`."""
     depths, heads = c.sizes("depths"), c.sizes("num_heads")
     width, ratio = c.size("embed_dim"), c.number("mlp_ratio", above=0)
-    side, patch, window = (c.size(n) for n in ("image_size", "patch_size", "window_size"))
+    size, patch, window = (c.size(n) for n in ("image_size", "patch_size", "window_size"))
     c.expect("num_layers", len(depths))
     c.expect("hidden_size", width * 2 ** (len(depths) - 1))
     c.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "encoder_stride", "path_norm")
     c.ignore("stage_names", "out_features", "out_indices", "is_encoder_decoder")  # not used by the model
     if len(heads) != len(depths):
-        raise cg.FormatError(f"{c.place}: num_heads has {len(heads)} numbers, expected {len(depths)} as depths has")
-    sides = [-(-(side // patch) // 2**i) for i in range(len(depths))]
-    if side % patch or sides[-1] < window or not (ratio * width).is_integer():
-        raise cg.UnsupportedError(
-            f"{c.place}: image_size {side}, patch_size {patch}, window_size {window}, mlp_ratio {ratio}, expected "
-            f"whole patches, one window at least in the last stage, and whole numbers of hidden elements"
+        raise cg.FormatError(
+            f"{c.place}: num_heads has {len(heads)} numbers, expected {len(depths)}, the length of depths"
         )
-    sizes = {"R": side, "IC": c.size("num_channels"), "D": width, "F": int(ratio * width)}
+    sides = [-(-(size // patch) // 2**i) for i in range(len(depths))]
+    if size % patch or sides[-1] < window or not (ratio * width).is_integer():
+        raise cg.UnsupportedError(
+            f"{c.place}: image_size {size}, patch_size {patch}, window_size {window}, mlp_ratio {ratio}, expected "
+            f"whole patches, at least one window in the last stage, and an integer number of hidden elements"
+        )
+    sizes = {"R": size, "IC": c.size("num_channels"), "D": width, "F": int(ratio * width)}
     sizes |= {f"L{i}": n for i, n in enumerate(depths, 1)} | {f"H{i}": n for i, n in enumerate(heads, 1)}
     head = c.architecture == "SwinForImageClassification"
     structure: dict[str, object] = {}
-    structure["stages"] = tuple(_kind(side, depth, window) for side, depth in zip(sides, depths, strict=True))
+    structure["stages"] = tuple(_kind(size, depth, window) for size, depth in zip(sides, depths, strict=True))
     structure |= {"patch": patch, "window": window, "head": head, "qkv_bias": c.flag("qkv_bias")}
     structure |= {"activation": c.activation("hidden_act")}
     structure |= {"positions": c.flag("use_absolute_embeddings")}
     return Preset(sizes | ({"C": c.labels()} if head else {}), structure)
 
 
-def _kind(side: int, depth: int, window: int) -> str:
-    if side <= window:
+def _kind(size: int, depth: int, window: int) -> str:
+    if size <= window:
         return "whole"
     return "single" if depth == 1 else "shifted-odd" if depth % 2 else "shifted"
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import costgraph as cg
 
-from .blocks import block, dropped
+from .blocks import block, with_dropout
 from .config import ACTIVATIONS, Config
 from .decoder import logits
 from .family import Family, Preset
@@ -33,14 +33,16 @@ def t5(
     def encoder(x: cg.Tensor) -> cg.Tensor:
         bias = _positions(cg.ops.arange(M), cg.ops.arange(M), bidirectional=True)
         mixer = partial(attend, score_bias=bias, causal=False, cached=False)
-        layer = block(attention=dropped(mixer, dropout), mlp=dropped(mlp, dropout))
+        layer = block(attention=with_dropout(mixer, dropout), mlp=with_dropout(mlp, dropout))
         return cg.dropout(cg.rms_norm(cg.repeat(L, layer, x, name="layers"), name="norm"), dropout)
 
     def decoder(x: cg.Tensor, memory: cg.Tensor) -> cg.Tensor:
         bias = _positions(cg.ops.arange(S), cg.ops.arange(S, context=True), bidirectional=False)
         cross = partial(cg.nn.cross_attention, memory=memory, heads=H, size=K, kernel=attention, p=dropout)
         mixer = partial(attend, score_bias=bias)
-        layer = block(attention=dropped(mixer, dropout), cross=dropped(cross, dropout), mlp=dropped(mlp, dropout))
+        layer = block(
+            attention=with_dropout(mixer, dropout), cross=with_dropout(cross, dropout), mlp=with_dropout(mlp, dropout)
+        )
         return cg.dropout(cg.rms_norm(cg.repeat(N, layer, x, name="layers"), name="norm"), dropout)
 
     with cg.Graph(name, dtype=dtype) as g:
@@ -76,13 +78,13 @@ def read(c: Config) -> Preset:
     c.expect("is_encoder_decoder", True)
     c.expect("is_decoder", False)
     c.ignore("dropout_rate", "relative_attention_max_distance", "n_positions", "output_past")
-    word = c.choice("feed_forward_proj", of=[*ACTIVATIONS, *(f"gated-{a}" for a in ACTIVATIONS)])
-    gated, plain = word.startswith("gated-"), word.removeprefix("gated-")
+    projection = c.choice("feed_forward_proj", choices=[*ACTIVATIONS, *(f"gated-{a}" for a in ACTIVATIONS)])
+    gated, plain = projection.startswith("gated-"), projection.removeprefix("gated-")
     # in transformers, gated-gelu is the tanh form of GELU, and gelu the exact one
-    act = "gelu_tanh" if word == "gated-gelu" else ACTIVATIONS[plain]
+    act = "gelu_tanh" if projection == "gated-gelu" else ACTIVATIONS[plain]
     # transformers writes this as well, and prefers it if the two differ
     c.expect("is_gated_act", gated)
-    if c.activation("dense_act_fn", default="gelu_new" if word == "gated-gelu" else plain) != act:
+    if c.activation("dense_act_fn", default="gelu_new" if projection == "gated-gelu" else plain) != act:
         c.expect("dense_act_fn", plain)
     tied = c.flag("tie_word_embeddings", default=True)
     structure = {"gated": gated, "activation": act, "tied": tied}

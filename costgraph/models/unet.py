@@ -14,12 +14,12 @@ import sympy
 
 import costgraph as cg
 
-from .blocks import block, encoding
+from .blocks import bidirectional_attention, block
 from .family import Family, Preset
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _Layers:
     """Building blocks of all levels."""
 
     attention: str
@@ -49,7 +49,7 @@ class _Parts:
             y = y if self.text is None else conv(y, width, 1, name="in")
             y = cg.rearrange(y, "b c h w -> b (h w) c")
             if self.text is None:
-                y = encoding(self.attention, 0, heads, width / heads)(y)
+                y = bidirectional_attention(self.attention, 0, heads, width / heads)(y)
             else:
                 y = cg.repeat(cg.dims("L"), lambda y: self.transformer(y, heads), y, name="layers")
             y = cg.rearrange(y, "b (h w) c -> b c h w", h=rows)
@@ -64,7 +64,7 @@ class _Parts:
             out_bias=True, cached=False,
         )  # fmt: skip
         mlp = partial(cg.nn.gated_mlp, f=4 * width, activation=cg.gelu, bias=True, packed=True)
-        mixer = encoding(self.attention, 0, heads, width / heads, bias=False)
+        mixer = bidirectional_attention(self.attention, 0, heads, width / heads, bias=False)
         return block(attention=mixer, cross=cross, mlp=mlp, norm=cg.layer_norm)(y)
 
 
@@ -93,38 +93,40 @@ def unet(
 
     with cg.Graph(name, dtype=dtype) as g:
         x, times = g.input("images", (B, IC, R, R)), g.input("times", (B,), dtype="int64")
-        given = g.input("text", (B, M, E)) if text else None
+        text_input = g.input("text", (B, M, E)) if text else None
         t = cg.nn.timestep_embedding(times, widths[0])
         t = cg.linear(t, "b d -> b t", t=4 * widths[0], bias=True, name="time/first")
         t = cg.linear(cg.silu(t), "b t -> b u", u=4 * widths[0], bias=True, name="time/second")
-        parts = _Parts(attention, dropout, cg.silu(t), given)
+        layers = _Layers(attention, dropout, cg.silu(t), text_input)
         x = conv(x, widths[0], 3, name="in")
-        x = _across(parts, x, widths, blocks, attended)
-        g.output(conv(cg.silu(parts.norm(x, "out/norm")), OC, 3, name="out/conv"))
+        x = _down_and_up(layers, x, widths, blocks, attended)
+        g.output(conv(cg.silu(layers.norm(x, "out/norm")), OC, 3, name="out/conv"))
         g.loss = "mean_squared_error"
     return g
 
 
-def _across(parts: _Parts, x: cg.Tensor, widths: list[sympy.Expr], blocks: int, attended: tuple[int, ...]) -> cg.Tensor:
+def _down_and_up(
+    layers: _Layers, x: cg.Tensor, widths: list[sympy.Expr], blocks: int, attended: tuple[int, ...]
+) -> cg.Tensor:
     """Apply the down path, the middle, and the up path."""
     skips = [x]
     for i, width in enumerate(widths, 1):
         with cg.scope(f"down{i}"):
             for j in range(blocks):
-                x = parts.residual(x, width, f"block{j}")
-                x = parts.attend(x, f"attend{j}") if i in attended else x
+                x = layers.residual(x, width, f"block{j}")
+                x = layers.attend(x, f"attend{j}") if i in attended else x
                 skips.append(x)
             if i < len(widths):
                 x = conv(x, width, 3, 2, name="halve")
                 skips.append(x)
     with cg.scope("middle"):
-        x = parts.attend(parts.residual(x, widths[-1], "block0"), "attend0")
-        x = parts.residual(x, widths[-1], "block1")
+        x = layers.attend(layers.residual(x, widths[-1], "block0"), "attend0")
+        x = layers.residual(x, widths[-1], "block1")
     for i, width in reversed(list(enumerate(widths, 1))):
         with cg.scope(f"up{i}"):
             for j in range(blocks + 1):
-                x = parts.residual(cg.ops.concat([x, skips.pop()], 1), width, f"block{j}")
-                x = parts.attend(x, f"attend{j}") if i in attended else x
+                x = layers.residual(cg.ops.concat([x, skips.pop()], 1), width, f"block{j}")
+                x = layers.attend(x, f"attend{j}") if i in attended else x
             if i > 1:  # match the skip connection, also where half of an odd size was rounded
                 x = conv(cg.nn.upsample(x, sizes=skips[-1].shape[2:]), width, 3, name="double")
     return x

@@ -12,7 +12,7 @@ from typing import Literal
 
 import costgraph as cg
 
-from .blocks import block, dropped, encoding
+from .blocks import bidirectional_attention, block, with_dropout
 from .config import Config
 from .family import Family, Preset
 
@@ -35,9 +35,9 @@ def vit(
     def hidden(x: cg.Tensor) -> cg.Tensor:
         return cg.dropout(cg.ops.pointwise(activation, x), dropout if inner_dropout else 0)
 
-    mixer = encoding(attention, dropout, H, D / H, bias=qkv_bias)
+    mixer = bidirectional_attention(attention, dropout, H, D / H, bias=qkv_bias)
     mlp = partial(cg.nn.mlp, f=F, activation=hidden, bias=True, p=dropout)
-    layer = block(attention=dropped(mixer, dropout), mlp=mlp, norm=cg.layer_norm)
+    layer = block(attention=with_dropout(mixer, dropout), mlp=mlp, norm=cg.layer_norm)
 
     with cg.Graph(name, dtype=dtype) as g:
         x = cg.nn.patch_embedding(g.input("images", (B, IC, R, R)), patch, D)

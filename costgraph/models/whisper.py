@@ -12,7 +12,7 @@ from typing import Any
 
 import costgraph as cg
 
-from .blocks import Part, block, dropped
+from .blocks import Branch, block, with_dropout
 from .config import Config
 from .decoder import logits
 from .family import Family, Preset
@@ -29,20 +29,20 @@ def whisper(
     # L encoder layers, N decoder layers
     H, F, L, HN, FN, N = cg.dims("H F L HN FN N")
     act = partial(cg.ops.pointwise, activation)
-    facts: dict[str, Any] = {"kernel": attention, "bias": True, "key_bias": False, "out_bias": True, "p": dropout}
-    attend = partial(cg.nn.self_attention, **facts)
+    options: dict[str, Any] = {"kernel": attention, "bias": True, "key_bias": False, "out_bias": True, "p": dropout}
+    attend = partial(cg.nn.self_attention, **options)
     mlp = partial(cg.nn.mlp, activation=act, bias=True, p=dropout)
 
     def encoder(x: cg.Tensor) -> cg.Tensor:
         x = x + cg.embedding(cg.ops.arange(M), x.graph.param("positions/table", (M, D), grad=False))
         mixer = partial(attend, heads=H, size=D / H, causal=False, cached=False)
-        layer = block(attention=dropped(mixer, dropout), mlp=partial(mlp, f=F), norm=cg.layer_norm)
+        layer = block(attention=with_dropout(mixer, dropout), mlp=partial(mlp, f=F), norm=cg.layer_norm)
         return cg.layer_norm(cg.repeat(L, layer, cg.dropout(x, dropout), name="layers"), name="norm")
 
     def decoder(x: cg.Tensor, memory: cg.Tensor) -> cg.Tensor:
         x = x + cg.embedding(cg.ops.arange(S), x.graph.param("positions/table", (P, D)))
-        mixer = dropped(partial(attend, heads=HN, size=D / HN), dropout)
-        cross = dropped(partial(cg.nn.cross_attention, memory=memory, heads=HN, size=D / HN, **facts), dropout)
+        mixer = with_dropout(partial(attend, heads=HN, size=D / HN), dropout)
+        cross = with_dropout(partial(cg.nn.cross_attention, memory=memory, heads=HN, size=D / HN, **options), dropout)
         layer = block(attention=mixer, cross=cross, mlp=partial(mlp, f=FN), norm=cg.layer_norm)
         return cg.layer_norm(cg.repeat(N, layer, cg.dropout(x, dropout), name="layers"), name="norm")
 
@@ -51,7 +51,7 @@ def whisper(
         sound, tokens = g.input("sound", (B, mels, 2 * M)), g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
         with cg.scope("encoder"):
-            memory = encoder(_convolved(sound, act))
+            memory = encoder(_conv_frontend(sound, act))
         with cg.scope("decoder"):
             x = decoder(cg.embedding(tokens, table), memory)
         g.output(logits(x, table, tied=tied))
@@ -59,7 +59,7 @@ def whisper(
     return g
 
 
-def _convolved(sound: cg.Tensor, act: Part) -> cg.Tensor:
+def _conv_frontend(sound: cg.Tensor, act: Branch) -> cg.Tensor:
     """Apply the convolutions, which halve the number of positions: (B, M, D)."""
     conv = partial(cg.conv, window=3, padding=1, bias=True, d=cg.dims("D"))
     x = act(conv(sound, "b c t -> b d t", name="conv1"))
@@ -75,7 +75,7 @@ def read(c: Config) -> Preset:
     c.expect("decoder_layerdrop", 0, 0.0)
     # for other architectures and for sampling
     c.ignore("use_weighted_layer_sum", "classifier_proj_size", "median_filter_width")
-    c.ignore(*(f"mask_{axis}_{what}" for axis in ("time", "feature") for what in ("prob", "length", "min_masks")))
+    c.ignore(*(f"mask_{axis}_{option}" for axis in ("time", "feature") for option in ("prob", "length", "min_masks")))
     c.ignore("dropout", "attention_dropout", "activation_dropout", "scale_embedding", "forced_decoder_ids")
     c.ignore("alignment_heads", "lang_to_id", "task_to_id", "is_multilingual", "no_timestamps_token_id")
     sizes = {"D": c.size("d_model"), "H": c.size("encoder_attention_heads"), "F": c.size("encoder_ffn_dim")}

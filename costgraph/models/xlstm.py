@@ -13,7 +13,7 @@ import sympy
 
 import costgraph as cg
 
-from .blocks import added, gated
+from .blocks import gated_mlp, residual
 from .config import Config
 from .decoder import decoder
 from .family import Family, Preset
@@ -43,7 +43,7 @@ def xlstm_large(
         return cg.linear(y, "b s e -> b s d", d=D, name="mlstm/out")
 
     def block(x: cg.Tensor) -> cg.Tensor:
-        return added(x + mixer(cg.rms_norm(x, name="norm")), gated("silu"), "mlp")
+        return residual(x + mixer(cg.rms_norm(x, name="norm")), gated_mlp("silu"), "mlp")
 
     def stack(x: cg.Tensor) -> cg.Tensor:
         return cg.repeat(L, block, x, name="layers")
@@ -62,8 +62,8 @@ def _states(q: cg.Tensor, v: cg.Tensor) -> tuple[cg.Tensor, cg.Tensor, cg.Tensor
     """Return a head's initial state: a matrix, a sum of keys, and the running maximum of exponents."""
     (B, _, H, K), U = q.shape, v.shape[-1]
     shapes = {"matrix": (B, H, K, U), "norm": (B, H, K), "largest": (B, H)}
-    made = [cg.ops.initial_state(shape, "fp32", name=f"mlstm/{n}") for n, shape in shapes.items()]
-    return made[0], made[1], made[2]
+    states = [cg.ops.initial_state(shape, "fp32", name=f"mlstm/{n}") for n, shape in shapes.items()]
+    return states[0], states[1], states[2]
 
 
 def _recurrent(q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, i: cg.Tensor, f: cg.Tensor, scan: str) -> cg.Tensor:
@@ -73,18 +73,20 @@ def _recurrent(q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, i: cg.Tensor, f: cg.Ten
 
     def step(state: tuple[cg.Tensor, ...], now: _Gates) -> tuple[tuple[cg.Tensor, ...], cg.Tensor]:
         (matrix, norm, largest), (q, k, v, i, f) = state, now
-        kept = _log_sigmoid(cg.ops.cast(f, "fp32")) + largest
-        largest = cg.ops.pointwise("maximum", kept, cg.ops.cast(i, "fp32"))
-        forget, let = cg.ops.pointwise("exp", kept - largest), cg.ops.pointwise("exp", i - largest)
+        forget_exponent = _log_sigmoid(cg.ops.cast(f, "fp32")) + largest
+        largest = cg.ops.pointwise("maximum", forget_exponent, cg.ops.cast(i, "fp32"))
+        forget, input_gate = cg.ops.pointwise("exp", forget_exponent - largest), cg.ops.pointwise("exp", i - largest)
         column, row = cg.rearrange(k, "b h k -> b h k 1"), cg.rearrange(v, "b h v -> b h 1 v")
-        new = cg.einsum(let, cg.einsum(column, row, outer, name="outer"), "b h, b h k v -> b h k v")
+        new = cg.einsum(input_gate, cg.einsum(column, row, outer, name="outer"), "b h, b h k v -> b h k v")
         matrix = cg.einsum(forget, matrix, "b h, b h k v -> b h k v") + new
-        norm = cg.einsum(forget, norm, "b h, b h k -> b h k") + cg.einsum(let, k, "b h, b h k -> b h k")
+        norm = cg.einsum(forget, norm, "b h, b h k -> b h k") + cg.einsum(input_gate, k, "b h, b h k -> b h k")
         q = q * 1.0  # one over the root of the size
         y = cg.einsum(q, cg.ops.cast(matrix, q.dtype), "b h k, b h k v -> b h v", name="output")
-        along = cg.einsum(q, cg.ops.cast(norm, q.dtype), "b h k, b h k -> b h", name="normalise")
-        below = cg.ops.pointwise("maximum", cg.ops.pointwise("abs", along), cg.ops.pointwise("exp", -largest)) + 1e-6
-        return (matrix, norm, largest), cg.ops.cast(y / cg.rearrange(below, "b h -> b h 1"), q.dtype)
+        projection = cg.einsum(q, cg.ops.cast(norm, q.dtype), "b h k, b h k -> b h", name="normalise")
+        normalizer = (
+            cg.ops.pointwise("maximum", cg.ops.pointwise("abs", projection), cg.ops.pointwise("exp", -largest)) + 1e-6
+        )
+        return (matrix, norm, largest), cg.ops.cast(y / cg.rearrange(normalizer, "b h -> b h 1"), q.dtype)
 
     start = _states(q, v)
     with cg.nn.scan_kernel("mlstm_recurrent", scan):
@@ -97,52 +99,60 @@ def _chunked(q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, i: cg.Tensor, f: cg.Tenso
     q, k, v = (cg.rearrange(t, "b (m q) h k -> b m h q k", q=Q) for t in (q, k, v))
     i, f = (cg.rearrange(cg.ops.cast(t, "fp32"), "b (m q) h -> b m h q", q=Q) for t in (i, f))
     with cg.nn.scan_kernel("chunk_gates", scan):
-        total = cg.nn.cumulative_sum(_log_sigmoid(f))
-        through = total[:, :, :, Q - 1 :]
-        left = through - total + i
-        most = cg.reduce(left, "b m h q -> b m h 1", "max")
+        log_decay = cg.nn.cumulative_sum(_log_sigmoid(f))
+        chunk_decay = log_decay[:, :, :, Q - 1 :]
+        exponents = chunk_decay - log_decay + i
+        chunk_max = cg.reduce(exponents, "b m h q -> b m h 1", "max")
 
     def step(state: tuple[cg.Tensor, ...], now: _Gates) -> tuple[tuple[cg.Tensor, ...], tuple[cg.Tensor, ...]]:
-        (matrix, norm, largest), (k, v, through, left, most) = state, now
-        kept = largest + cg.rearrange(through, "b h 1 -> b h")
-        after = cg.ops.pointwise("maximum", kept, cg.rearrange(most, "b h 1 -> b h"))
-        gates = cg.ops.pointwise("exp", left - cg.rearrange(after, "b h -> b h 1"))
+        (matrix, norm, largest), (k, v, chunk_decay, exponents, chunk_max) = state, now
+        forget_exponent = largest + cg.rearrange(chunk_decay, "b h 1 -> b h")
+        new_largest = cg.ops.pointwise("maximum", forget_exponent, cg.rearrange(chunk_max, "b h 1 -> b h"))
+        gates = cg.ops.pointwise("exp", exponents - cg.rearrange(new_largest, "b h -> b h 1"))
         k, decay = (
             cg.einsum(cg.ops.cast(k, "fp32"), gates, "b h q k, b h q -> b h q k"),
-            cg.ops.pointwise("exp", kept - after),
+            cg.ops.pointwise("exp", forget_exponent - new_largest),
         )
         new = cg.einsum(k, cg.ops.cast(v, "fp32"), "b h q k, b h q v -> b h k v", name="matrix")
         carried = cg.einsum(decay, matrix, "b h, b h k v -> b h k v") + new
         sums = cg.einsum(decay, norm, "b h, b h k -> b h k") + cg.reduce(k, "b h q k -> b h k", "sum")
-        return (carried, sums, after), state
+        return (carried, sums, new_largest), state
 
     start = _states(cg.rearrange(q, "b m h q k -> b m q h k")[:, 0], v)
     with cg.nn.scan_kernel("mlstm_states", scan):
-        states = cg.nn.recurrence(step, start, (k, v, through, left, most))
-    return _within(q, k, v, i, total, states, scan)
+        states = cg.nn.recurrence(step, start, (k, v, chunk_decay, exponents, chunk_max))
+    return _intra_chunk(q, k, v, i, log_decay, states, scan)
 
 
-def _within(
-    q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, i: cg.Tensor, total: cg.Tensor, states: tuple[cg.Tensor, ...], scan: str
+def _intra_chunk(
+    q: cg.Tensor,
+    k: cg.Tensor,
+    v: cg.Tensor,
+    i: cg.Tensor,
+    log_decay: cg.Tensor,
+    states: tuple[cg.Tensor, ...],
+    scan: str,
 ) -> cg.Tensor:
     """Read the state before each chunk, and attend causally within the chunk."""
     # a kernel skips masked pairs
     domain, over = (None, ()) if scan == "ops" else (cg.Domain(causal=True), ("q", "p"))
     matrix, norm, largest = states
     with cg.nn.scan_kernel("mlstm_within", scan):
-        across = total + cg.rearrange(largest, "b m h -> b m h 1")
-        exponents = cg.rearrange(total, "b m h q -> b m h q 1") + cg.rearrange(i - total, "b m h q -> b m h 1 q")
-        most = cg.ops.pointwise("maximum", across, cg.reduce(exponents, "b m h q p -> b m h q", "max"))
+        across = log_decay + cg.rearrange(largest, "b m h -> b m h 1")
+        exponents = cg.rearrange(log_decay, "b m h q -> b m h q 1") + cg.rearrange(
+            i - log_decay, "b m h q -> b m h 1 q"
+        )
+        row_max = cg.ops.pointwise("maximum", across, cg.reduce(exponents, "b m h q p -> b m h q", "max"))
         scores = cg.einsum(q, k, "b m h q k, b m h p k -> b m h q p", name="scores")
-        weights = scores * cg.ops.pointwise("exp", exponents - cg.rearrange(most, "b m h q -> b m h q 1"))
-        read = cg.einsum(q, cg.ops.pointwise("exp", across - most), "b m h q k, b m h q -> b m h q k")
-        y = cg.einsum(read, matrix, "b m h q k, b m h k v -> b m h q v", name="across")
+        weights = scores * cg.ops.pointwise("exp", exponents - cg.rearrange(row_max, "b m h q -> b m h q 1"))
+        queries = cg.einsum(q, cg.ops.pointwise("exp", across - row_max), "b m h q k, b m h q -> b m h q k")
+        y = cg.einsum(queries, matrix, "b m h q k, b m h k v -> b m h q v", name="across")
         pattern = "b m h q p, b m h p v -> b m h q v"
         y = y + cg.einsum(weights, cg.ops.cast(v, "fp32"), pattern, domain=domain, over=over, name="within")
-        along = cg.einsum(read, norm, "b m h q k, b m h k -> b m h q", name="normalise")
-        along = cg.ops.pointwise("abs", along + cg.reduce(weights, "b m h q p -> b m h q", "sum"))
-        below = cg.ops.pointwise("maximum", along, cg.ops.pointwise("exp", -most)) + 1e-6
-        y = cg.ops.cast(y / cg.rearrange(below, "b m h q -> b m h q 1"), q.dtype)
+        projection = cg.einsum(queries, norm, "b m h q k, b m h k -> b m h q", name="normalise")
+        projection = cg.ops.pointwise("abs", projection + cg.reduce(weights, "b m h q p -> b m h q", "sum"))
+        normalizer = cg.ops.pointwise("maximum", projection, cg.ops.pointwise("exp", -row_max)) + 1e-6
+        y = cg.ops.cast(y / cg.rearrange(normalizer, "b m h q -> b m h q 1"), q.dtype)
     return cg.rearrange(y, "b m h q v -> b (m q) h v")
 
 
@@ -151,29 +161,31 @@ def xlstm(
     *, slstm: tuple[int, ...] = (), window: int = 4, block: int = 4, scan: str = "kernel", tied: bool = False,
 ) -> cg.Graph:  # fmt: skip
     """Declare xLSTM of 2024: L blocks, with sLSTM at the positions `slstm` and mLSTM elsewhere, including the last."""
-    places, (L,) = _checked(slstm), cg.dims("L,")
+    positions, (L,) = _check_positions(slstm), cg.dims("L,")
 
     def matrix(x: cg.Tensor) -> cg.Tensor:
         return _mlstm_block(x, window, block, scan, dropout)
 
     def stack(x: cg.Tensor) -> cg.Tensor:
-        x, done = cg.dropout(x, dropout), 0
-        for place in places:
-            x = cg.repeat(place - done, matrix, x, name=f"before_{place}") if place > done else x
-            with cg.scope(f"slstm_{place}"):
+        x, next_block = cg.dropout(x, dropout), 0
+        for position in positions:
+            x = cg.repeat(position - next_block, matrix, x, name=f"before_{position}") if position > next_block else x
+            with cg.scope(f"slstm_{position}"):
                 x = _slstm_block(x, window, scan, dropout)
-            done = place + 1
-        return cg.repeat(L - done, matrix, x, name="layers")
+            next_block = position + 1
+        return cg.repeat(L - next_block, matrix, x, name="layers")
 
-    norm, least = partial(cg.layer_norm, bias=False), (places[-1] if places else 0) + 2
-    return decoder(name, dtype, stack, norm=norm, tied=tied, assume=(f"L >= {least}",))
+    norm, min_layers = partial(cg.layer_norm, bias=False), (positions[-1] if positions else 0) + 2
+    return decoder(name, dtype, stack, norm=norm, tied=tied, assume=(f"L >= {min_layers}",))
 
 
-def _checked(places: tuple[int, ...]) -> tuple[int, ...]:
-    fits = isinstance(places, tuple) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in places)
-    if not fits or list(places) != sorted(set(places)):
-        raise cg.GraphError(f"slstm={places!r}, expected a tuple of places in ascending order, the first block is 0")
-    return places
+def _check_positions(positions: tuple[int, ...]) -> tuple[int, ...]:
+    fits = isinstance(positions, tuple) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in positions
+    )
+    if not fits or list(positions) != sorted(set(positions)):
+        raise cg.GraphError(f"slstm={positions!r}, expected a tuple of block positions in ascending order from 0")
+    return positions
 
 
 def _headwise(x: cg.Tensor, heads: sympy.Expr, name: str) -> cg.Tensor:
@@ -190,14 +202,14 @@ def _mlstm_block(x: cg.Tensor, window: int, block: int, scan: str, p: float) -> 
     E = 2 * D
     y = cg.linear(cg.layer_norm(x, bias=False, name="norm"), "b s d -> b s e", e=2 * E, name="up")
     y, z = cg.ops.split(y, (E, E))
-    seen = cg.silu(cg.nn.causal_conv(y, window))
-    made = [_headwise(t, E / block, n) for t, n in ((seen, "q"), (seen, "k"), (y, "v"))]
-    made = [cg.rearrange(t, "b s n e -> b s (n e)") for t in made]
-    together = cg.ops.concat(made, -1, name="gates_input")
-    i, f = (cg.linear(together, "b s e -> b s h", h=H, bias=True, name=n) for n in ("input_gate", "forget_gate"))
-    q, k, v = (cg.rearrange(t, "b s (h k) -> b s h k", h=H) for t in made)
+    convolved = cg.silu(cg.nn.causal_conv(y, window))
+    qkv = [_headwise(t, E / block, n) for t, n in ((convolved, "q"), (convolved, "k"), (y, "v"))]
+    qkv = [cg.rearrange(t, "b s n e -> b s (n e)") for t in qkv]
+    gates_input = cg.ops.concat(qkv, -1, name="gates_input")
+    i, f = (cg.linear(gates_input, "b s e -> b s h", h=H, bias=True, name=n) for n in ("input_gate", "forget_gate"))
+    q, k, v = (cg.rearrange(t, "b s (h k) -> b s h k", h=H) for t in qkv)
     y = cg.nn.head_norm(_recurrent(q, k, v, i, f, scan), name="head_norm")
-    y = (y + x.graph.param("skip", (E,)) * seen) * cg.silu(z)
+    y = (y + x.graph.param("skip", (E,)) * convolved) * cg.silu(z)
     return x + cg.dropout(cg.linear(y, "b s e -> b s d", d=D, name="down"), p)
 
 
@@ -205,8 +217,8 @@ def _slstm_block(x: cg.Tensor, window: int, scan: str, p: float) -> cg.Tensor:
     """Apply sLSTM, followed by a gated feed-forward layer (figure 10 of the paper)."""
     D, H, F = cg.dims("D H F")
     y = cg.layer_norm(x, bias=False, name="norm")
-    seen = cg.silu(cg.nn.causal_conv(y, window))
-    gates = [_headwise(t, H, f"gates/{n}") for t, n in ((seen, "i"), (seen, "f"), (y, "z"), (y, "o"))]
+    convolved = cg.silu(cg.nn.causal_conv(y, window))
+    gates = [_headwise(t, H, f"gates/{n}") for t, n in ((convolved, "i"), (convolved, "f"), (y, "z"), (y, "o"))]
     weight, bias = (
         x.graph.param(f"state/{n}", shape) for n, shape in (("weight", (H, D / H, 4, D / H)), ("bias", (4, H, D / H)))
     )
@@ -226,15 +238,15 @@ def _slstm(gates: list[cg.Tensor], weight: cg.Tensor, bias: cg.Tensor, scan: str
 
     def step(state: tuple[cg.Tensor, ...], now: tuple[cg.Tensor, ...]) -> tuple[tuple[cg.Tensor, ...], cg.Tensor]:
         y, cell, norm, largest = state
-        own = cg.einsum(y, weight, "b h k, h k n e -> b n h e", name="state")
-        own = own + bias
-        i, f, z, o = (t + cg.rearrange(part, "b 1 h e -> b h e") for t, part in zip(
-            now, cg.ops.split(own, (1, 1, 1, 1), 1), strict=True))  # fmt: skip
-        kept = _log_sigmoid(f) + largest
-        largest = cg.ops.pointwise("maximum", kept, i)
-        forget, let = cg.ops.pointwise("exp", kept - largest), cg.ops.pointwise("exp", i - largest)
-        cell = cg.ops.pointwise("fma", forget, cell, let * cg.tanh(z))
-        norm = cg.ops.pointwise("fma", forget, norm, let)
+        recurrent = cg.einsum(y, weight, "b h k, h k n e -> b n h e", name="state")
+        recurrent = recurrent + bias
+        i, f, z, o = (t + cg.rearrange(gate_part, "b 1 h e -> b h e") for t, gate_part in zip(
+            now, cg.ops.split(recurrent, (1, 1, 1, 1), 1), strict=True))  # fmt: skip
+        forget_exponent = _log_sigmoid(f) + largest
+        largest = cg.ops.pointwise("maximum", forget_exponent, i)
+        forget, input_gate = cg.ops.pointwise("exp", forget_exponent - largest), cg.ops.pointwise("exp", i - largest)
+        cell = cg.ops.pointwise("fma", forget, cell, input_gate * cg.tanh(z))
+        norm = cg.ops.pointwise("fma", forget, norm, input_gate)
         y = cg.sigmoid(o) * (cell / norm)
         return (y, cell, norm, largest), y
 
@@ -247,7 +259,9 @@ def read(c: Config) -> Preset:
     D, L, H = c.size("hidden_size"), c.size("num_hidden_layers"), c.size("num_heads")
     qk, v = (int(D * c.number(f"{name}_dim_factor", above=0)) for name in ("qk", "v"))
     if qk % H or v % H:
-        raise cg.FormatError(f"{c.place}: keys of {qk} and values of {v} in num_heads = {H}, expected multiples of it")
+        raise cg.FormatError(
+            f"{c.place}: key size {qk} and value size {v} with num_heads {H}, expected multiples of num_heads"
+        )
     inner, multiple = D * c.number("ffn_proj_factor", above=0), c.size("ffn_round_up_to_multiple_of")
     sizes = {"D": D, "H": H, "K": qk // H, "U": v // H, "F": int((inner + multiple - 1) // multiple) * multiple}
     sizes |= {"L": L, "V": c.size("vocab_size")}

@@ -64,9 +64,9 @@ def one_kernel(
     name: str, function: Callable[..., Tensor], *operands: Tensor, backward: str = "", **options: object
 ) -> Tensor:
     """Run a function that returns a single tensor as one kernel (`fused`)."""
-    made = fused(name, function, *operands, backward=backward, **options)
-    assert isinstance(made, Tensor)
-    return made
+    result = fused(name, function, *operands, backward=backward, **options)
+    assert isinstance(result, Tensor)
+    return result
 
 
 # -- segment softmax ---------------------------------------------------------------------------------------------------
@@ -122,10 +122,10 @@ def segment_softmax(x: Tensor, segments: Tensor, count: object, *, name: str = "
 def along(x: Tensor, axis: int) -> tuple[str, str]:
     """Return the patterns that reduce one axis and keep it with size 1."""
     need_tensor("softmax or norm", x)
-    at, names = axis_of(x, axis), [f"a{i}" for i in range(x.ndim)]
-    kept = [*names]
-    kept[at] = "1"
-    return " ".join(names), " ".join(kept)
+    dim, names = axis_of(x, axis), [f"a{i}" for i in range(x.ndim)]
+    kept_names = [*names]
+    kept_names[dim] = "1"
+    return " ".join(names), " ".join(kept_names)
 
 
 def softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "softmax") -> Tensor:
@@ -159,21 +159,21 @@ def softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "softmax"
     >>> cg.flops(g), cg.bytes_moved(g)
     (5*B*S, 8*B*S)
     """
-    names, kept = along(x, axis)
+    names, row = along(x, axis)
 
     def body(x: Tensor) -> Tensor:
-        e = pointwise("exp", x - reduce(x, f"{names} -> {kept}", "max"))
-        return e / reduce(e, f"{names} -> {kept}", "sum")
+        e = pointwise("exp", x - reduce(x, f"{names} -> {row}", "max"))
+        return e / reduce(e, f"{names} -> {row}", "sum")
 
     return one_kernel(name, body, x, backward="softmax")
 
 
 def log_softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "log_softmax") -> Tensor:
     """Apply log-softmax along an axis, in one kernel."""
-    names, kept = along(x, axis)
+    names, row = along(x, axis)
 
     def body(x: Tensor) -> Tensor:
-        shifted = x - reduce(x, f"{names} -> {kept}", "max")
-        return shifted - pointwise("log", reduce(pointwise("exp", shifted), f"{names} -> {kept}", "sum"))
+        shifted = x - reduce(x, f"{names} -> {row}", "max")
+        return shifted - pointwise("log", reduce(pointwise("exp", shifted), f"{names} -> {row}", "sum"))
 
     return one_kernel(name, body, x, backward="log_softmax")

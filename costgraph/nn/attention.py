@@ -130,17 +130,17 @@ def attention(
     domain = None
     if causal or window is not None:
         domain = Domain(causal, None if window is None else positive(f"{place}: window", window))
-    added = [] if bias is None else [_grouped(place, bias, q, k)]
-    added += [] if sinks is None else [_shared_out(place, sinks, q, k)]
+    extras = [] if bias is None else [_grouped_bias(place, bias, q, k)]
+    extras += [] if sinks is None else [_grouped_sinks(place, sinks, q, k)]
     options: dict[str, Any] = {"biased": bias is not None, "domain": domain, "softcap": softcap, "p": p}
     q = rearrange(q, "b (g r) s k -> b g r s k", g=k.sizes[1].expr, name="groups")
     if kernel == "flash":
-        made = one_kernel(name, _flash, q, k, v, *added, backward="flash", **options)
+        heads = one_kernel(name, _flash, q, k, v, *extras, backward="flash", **options)
     else:
         with scope(name):
-            made = _eager(q, k, v, *added, **options)
+            heads = _eager(q, k, v, *extras, **options)
     order = "b s g r v" if kernel == "flash" else "b g r s v"
-    return rearrange(made, f"{order} -> b (g r) s v", name="heads")
+    return rearrange(heads, f"{order} -> b (g r) s v", name="heads")
 
 
 def self_attention(
@@ -222,10 +222,14 @@ def self_attention(
     need_tensor(f"attention {name!r}", x)
     need_choice(f"attention {name!r}: qk_norm", qk_norm, ("none", "head", "all"))
     need_flag(f"attention {name!r}", sinks=sinks, cached=cached, packed=packed)
-    shared, of_keys = heads if groups is None else groups, bias if key_bias is None else key_bias
-    parts = (_packed if packed else _apart)(x, (heads, shared, shared), size, (bias, of_keys, bias), name)
-    norms = (qk_norm, qk_norm, "none")
-    q, k, v = (_by_head(y, norm, f"{name}/{what}_norm") for what, y, norm in zip("qkv", parts, norms, strict=True))
+    kv_heads, k_bias = heads if groups is None else groups, bias if key_bias is None else key_bias
+    qkv = (_packed_projection if packed else _separate_projections)(
+        x, (heads, kv_heads, kv_heads), size, (bias, k_bias, bias), name
+    )
+    norm_kinds = (qk_norm, qk_norm, "none")
+    q, k, v = (
+        _head_first(y, norm, f"{name}/{letter}_norm") for letter, y, norm in zip("qkv", qkv, norm_kinds, strict=True)
+    )
     with scope(name):
         q, k = (q, k) if rope is None else (rotary(q, *rope), rotary(k, *rope))
         if cached:
@@ -244,7 +248,7 @@ def merged(y: Tensor, d: Poly, *, bias: bool, name: str) -> Tensor:
     return linear(y, "b s e -> b s d", d=d, bias=bias, name=f"{name}/proj")
 
 
-def _by_head(y: Tensor, norm: str, name: str) -> Tensor:
+def _head_first(y: Tensor, norm: str, name: str) -> Tensor:
     """Return (b, h, s, k), normalized per head or over all heads."""
     if norm == "all":
         count = y.sizes[2]
@@ -253,50 +257,56 @@ def _by_head(y: Tensor, norm: str, name: str) -> Tensor:
     return rearrange(rms_norm(y, name=name) if norm == "head" else y, "b s h k -> b h s k")
 
 
-def _apart(x: Tensor, counts: Sequence[object], size: object, biases: Sequence[bool], name: str) -> tuple[Tensor, ...]:
+def _separate_projections(
+    x: Tensor, counts: Sequence[object], size: object, biases: Sequence[bool], name: str
+) -> tuple[Tensor, ...]:
     """Return queries, keys and values (b, s, h, k) from separate projections."""
     return tuple(
-        linear(x, "b s d -> b s h k", h=count, k=size, bias=shifted, name=f"{name}/{what}")
-        for what, count, shifted in zip("qkv", counts, biases, strict=True)
+        linear(x, "b s d -> b s h k", h=count, k=size, bias=bias, name=f"{name}/{letter}")
+        for letter, count, bias in zip("qkv", counts, biases, strict=True)
     )
 
 
-def _packed(x: Tensor, counts: Sequence[object], size: object, biases: Sequence[bool], name: str) -> tuple[Tensor, ...]:
+def _packed_projection(
+    x: Tensor, counts: Sequence[object], size: object, biases: Sequence[bool], name: str
+) -> tuple[Tensor, ...]:
     """Return queries, keys and values (b, s, h, k), views of one projection."""
     if len(set(biases)) > 1:
-        raise GraphError(f"attention {name!r}: packed with another bias of keys, expected one for all")
-    parts = [positive(f"attention {name!r}: heads", count) for count in counts]
-    qkv = linear(x, "b s d -> b s h k", h=total(parts), k=size, bias=biases[0], name=f"{name}/qkv")
-    return split(qkv, parts, 2, name=f"{name}/parts")
+        raise GraphError(
+            f"attention {name!r}: packed with a different bias for keys, expected the same for queries, keys and values"
+        )
+    head_counts = [positive(f"attention {name!r}: heads", count) for count in counts]
+    qkv = linear(x, "b s d -> b s h k", h=total(head_counts), k=size, bias=biases[0], name=f"{name}/qkv")
+    return split(qkv, head_counts, 2, name=f"{name}/parts")
 
 
 def _checked(place: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Check queries, keys and values, and adopt them into the open graph."""
     need_tensor(place, *tensors)
-    for what, t in zip("qkv", tensors, strict=True):
+    for letter, t in zip("qkv", tensors, strict=True):
         if t.ndim != 4:
-            raise ShapeError(f"{place}: {what} is {t!r}, expected four axes (batch, heads, positions, size)")
+            raise ShapeError(f"{place}: {letter} is {t!r}, expected four axes (batch, heads, positions, size)")
     heads, groups = tensors[0].sizes[1], tensors[1].sizes[1]
     share = (heads / groups).constant
     if share is not None and not isinstance(share, int):
-        raise ShapeError(f"{place}: {heads} query heads over {groups} key heads, expected a multiple")
+        raise ShapeError(f"{place}: {heads} query heads over {groups} key heads, expected a multiple of the key heads")
     graph = current_graph(tensors[0].graph)
     return tuple(graph.adopt(t) for t in tensors)
 
 
-def _grouped(place: str, bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def _grouped_bias(place: str, bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Return the score bias with its heads grouped as those of the queries."""
     need_tensor(f"{place}: bias", bias)
     bias = q.graph.adopt(bias)
-    wanted = (q.sizes[0], q.sizes[1], q.sizes[2], k.sizes[2])
-    if bias.ndim != 4 or any(n != 1 and not q.graph.same(n, m) for n, m in zip(bias.sizes, wanted, strict=False)):
-        raise ShapeError(f"{place}: bias {bias!r}, expected ({', '.join(map(str, wanted))}), any of them 1 instead")
+    expected = (q.sizes[0], q.sizes[1], q.sizes[2], k.sizes[2])
+    if bias.ndim != 4 or any(n != 1 and not q.graph.same(n, m) for n, m in zip(bias.sizes, expected, strict=False)):
+        raise ShapeError(f"{place}: bias {bias!r}, expected ({', '.join(map(str, expected))}), any of which may be 1")
     if bias.sizes[1] == 1:
         return rearrange(bias, "b 1 s t -> b 1 1 s t", name="groups")
     return rearrange(bias, "b (g r) s t -> b g r s t", g=k.sizes[1].expr, name="groups")
 
 
-def _shared_out(place: str, sinks: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def _grouped_sinks(place: str, sinks: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Return the sink logits with their heads grouped, broadcast over positions."""
     need_tensor(f"{place}: sinks", sinks)
     sinks = q.graph.adopt(sinks)
@@ -305,10 +315,10 @@ def _shared_out(place: str, sinks: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return rearrange(sinks, "(g r) -> g r 1 1", g=k.sizes[1].expr, name="sinks")
 
 
-def _added(added: tuple[Tensor, ...], biased: bool) -> tuple[Tensor | None, Tensor | None]:
+def _unpack_extras(extras: tuple[Tensor, ...], biased: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return the score bias and the sink logits."""
-    rest = added[int(biased) :]
-    return (added[0] if biased else None), (rest[0] if rest else None)
+    sinks = extras[int(biased) :]
+    return (extras[0] if biased else None), (sinks[0] if sinks else None)
 
 
 def _softmax(x: Tensor, sinks: Tensor | None) -> Tensor:
@@ -328,7 +338,7 @@ def _flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *added: Tensor,
+    *extras: Tensor,
     biased: bool,
     domain: Domain | None,
     softcap: float | None,
@@ -338,7 +348,7 @@ def _flash(
     restricted: dict[str, Any] = {} if domain is None else {"domain": domain, "over": ("s", "t")}
     with scope("scores"):
         scores = einsum(q, k, _SCORES, name="matmul", **restricted)
-    bias, sinks = _added(added, biased)
+    bias, sinks = _unpack_extras(extras, biased)
     y = _softmax(_scaled(scores, softcap, bias), sinks)
     return _reduced(dropout(y, p), v, _FLASH_REDUCE)
 
@@ -347,7 +357,7 @@ def _eager(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *added: Tensor,
+    *extras: Tensor,
     biased: bool,
     domain: Domain | None,
     softcap: float | None,
@@ -355,7 +365,7 @@ def _eager(
 ) -> Tensor:
     with scope("scores"):
         scores = einsum(q, k, _SCORES, name="matmul")
-    bias, sinks = _added(added, biased)
+    bias, sinks = _unpack_extras(extras, biased)
     y = _scaled(scores, softcap, bias)
     if domain is not None:  # hidden keys change no cost of an op on the full square
         (y,) = apply(Pointwise(function=FUNCTIONS["causal_mask"], masked=domain), [y], "mask")
@@ -385,10 +395,10 @@ def _padded(x: Tensor, multiple: Poly, name: str) -> Tensor:
 
 def _window(place: str, x: Tensor, side: object, shift: object) -> tuple[Poly, Poly]:
     need_tensor(place, x)
-    size, by = positive(f"{place}: side", side), poly(shift)
-    if by.constant is not None and (not isinstance(by.constant, int) or by.constant < 0):
-        raise ShapeError(f"{place}: shift {by}, expected a whole number of at least 0")
-    return size, by
+    size, offset = positive(f"{place}: side", side), poly(shift)
+    if offset.constant is not None and (not isinstance(offset.constant, int) or offset.constant < 0):
+        raise ShapeError(f"{place}: shift {offset}, expected a nonnegative integer")
+    return size, offset
 
 
 def window_partition(x: Tensor, side: object, shift: object = 0, *, name: str = "windows") -> Tensor:
@@ -426,13 +436,13 @@ def window_partition(x: Tensor, side: object, shift: object = 0, *, name: str = 
     >>> g.outputs[0].shape
     (64*B, 49, C)
     """
-    size, by = _window("window_partition", x, side, shift)
+    size, offset = _window("window_partition", x, side, shift)
     if x.ndim != 4:
         raise ShapeError(f"window_partition of {x!r}: expected four axes (batch, rows, columns, channels)")
     with scope(name):
         x = _padded(x, size, "pad")
-        if by != ZERO:
-            x = roll(roll(x, x.sizes[1] - by, 1), x.sizes[2] - by, 2)
+        if offset != ZERO:
+            x = roll(roll(x, x.sizes[1] - offset, 1), x.sizes[2] - offset, 2)
         return rearrange(x, "b (n i) (m j) c -> (b n m) (i j) c", i=size, j=size, name="partition")
 
 
@@ -470,18 +480,25 @@ def window_merge(y: Tensor, like: Tensor, side: object, shift: object = 0, *, na
     >>> y.shape, cg.flops(g)
     ((B, R, R, C), 0)
     """
-    size, by = _window("window_merge", y, side, shift)
+    size, offset = _window("window_merge", y, side, shift)
     need_tensor("window_merge", like)
     if y.ndim != 3 or like.ndim != 4:
-        raise ShapeError(f"window_merge of {y!r} like {like!r}: expected windows of three axes and images of four")
+        raise ShapeError(f"window_merge of {y!r} like {like!r}: expected windows with three axes and images with four")
     batch, rows, columns = like.sizes[:3]
-    down, across = (windows_along(n, 0, size) for n in (rows, columns))
+    row_windows, column_windows = (windows_along(n, 0, size) for n in (rows, columns))
     with scope(name):
         x = rearrange(
-            y, "(b n m) (i j) c -> b (n i) (m j) c", b=batch, n=down, m=across, i=size, j=size, name="positions"
+            y,
+            "(b n m) (i j) c -> b (n i) (m j) c",
+            b=batch,
+            n=row_windows,
+            m=column_windows,
+            i=size,
+            j=size,
+            name="positions",
         )
-        if by != ZERO:
-            x = roll(roll(x, by, 1), by, 2)
+        if offset != ZERO:
+            x = roll(roll(x, offset, 1), offset, 2)
         return slice_axis(slice_axis(x, 1, 0, rows), 2, 0, columns)
 
 
@@ -530,13 +547,13 @@ def window_bias(
     graph = current_graph()
     with module(graph, name):
         table = graph.param("table", ((2 * size - 1) * (2 * size - 1), heads))
-        places = graph.buffer("index", (area, area), "int64")
-        bias = rearrange(gather(table, places, name="lookup"), "s t h -> 1 h s t", name="heads")
+        positions = graph.buffer("index", (area, area), "int64")
+        bias = rearrange(gather(table, positions, name="lookup"), "s t h -> 1 h s t", name="heads")
         if masks is None:
             return bias
         mask = graph.buffer("mask", (masks, area, area))
-        each = expand(mask, "n s t -> b n 1 s t", b=images, name="images")
-        return bias + rearrange(each, "b n 1 s t -> (b n) 1 s t", name="masks")
+        expanded = expand(mask, "n s t -> b n 1 s t", b=images, name="images")
+        return bias + rearrange(expanded, "b n 1 s t -> (b n) 1 s t", name="masks")
 
 
 def patch_merging(x: Tensor, *, name: str = "downsample") -> Tensor:
@@ -633,16 +650,16 @@ def cross_attention(
     need_tensor(f"attention {name!r}", x, memory)
     need_flag(f"attention {name!r}", cached=cached)
 
-    def made(what: str, source: Tensor, count: object) -> Tensor:
-        shifted = bias if what != "k" or key_bias is None else key_bias
-        y = linear(source, "b s d -> b s h k", h=count, k=size, bias=shifted, name=f"{name}/{what}")
+    def project(letter: str, source: Tensor, count: object) -> Tensor:
+        use_bias = bias if letter != "k" or key_bias is None else key_bias
+        y = linear(source, "b s d -> b s h k", h=count, k=size, bias=use_bias, name=f"{name}/{letter}")
         return rearrange(y, "b s h k -> b h s k")
 
-    shared = heads if groups is None else groups
-    q, k, v = made("q", x, heads), made("k", memory, shared), made("v", memory, shared)
+    kv_heads = heads if groups is None else groups
+    q, k, v = project("q", x, heads), project("k", memory, kv_heads), project("v", memory, kv_heads)
     if cached:
         with scope(name):
-            k, v = (cache(t, "b g t k", name=what) for what, t in (("k_cache", k), ("v_cache", v)))
+            k, v = (cache(t, "b g t k", name=entry) for entry, t in (("k_cache", k), ("v_cache", v)))
     y = attention(q, k, v, causal=False, kernel=kernel, bias=score_bias, p=p, name=name)
     return merged(y, x.sizes[2], bias=out_bias, name=name)
 
@@ -743,19 +760,21 @@ def latent_attention(
     need_flag(place, absorbed=absorbed, bias=bias, cached=cached, contiguous=contiguous)
     if x.ndim != 3:
         raise ShapeError(f"{place}: {x!r}, expected three axes (batch, positions, width)")
-    own, turned, held, values = (
-        positive(f"{place}: {what}", size)
-        for what, size in (("nope", nope), ("rotated", rotated), ("latent", latent), ("value", value))
+    nope_size, rope_size, latent_size, value_size = (
+        positive(f"{place}: {label}", size)
+        for label, size in (("nope", nope), ("rotated", rotated), ("latent", latent), ("value", value))
     )
-    q_own, q_turned = split(_queries(x, heads, own + turned, query_latent, bias=bias, name=name), (own, turned), -1)
-    both = linear(x, "b s d -> b s e", e=held + turned, bias=bias, name=f"{name}/kv_a")
-    vector, shared = split(both, (held, turned), -1)
-    vector = rms_norm(vector, name=f"{name}/kv_norm")
+    q_nope, q_rope = split(
+        _queries(x, heads, nope_size + rope_size, query_latent, bias=bias, name=name), (nope_size, rope_size), -1
+    )
+    compressed = linear(x, "b s d -> b s e", e=latent_size + rope_size, bias=bias, name=f"{name}/kv_a")
+    latents, k_rope = split(compressed, (latent_size, rope_size), -1)
+    latents = rms_norm(latents, name=f"{name}/kv_norm")
     with scope(name):
-        q_turned = rotary(q_turned, *rope)
-        shared = rotary(rearrange(shared, "b s k -> b 1 s k"), *rope)
-    attend = _absorbed if absorbed else partial(_made, contiguous=contiguous)
-    y = attend(q_own, q_turned, vector, shared, values, cached=cached, causal=causal, kernel=kernel, p=p, name=name)
+        q_rope = rotary(q_rope, *rope)
+        k_rope = rotary(rearrange(k_rope, "b s k -> b 1 s k"), *rope)
+    attend = _attend_absorbed if absorbed else partial(_attend_expanded, contiguous=contiguous)
+    y = attend(q_nope, q_rope, latents, k_rope, value_size, cached=cached, causal=causal, kernel=kernel, p=p, name=name)
     return merged(y, x.sizes[2], bias=bias, name=name)
 
 
@@ -764,47 +783,47 @@ def _queries(x: Tensor, heads: object, size: Poly, rank: object, *, bias: bool, 
     if rank is None:
         q = linear(x, "b s d -> b s h k", h=heads, k=size, name=f"{name}/q")
     else:
-        short = linear(x, "b s d -> b s r", r=rank, bias=bias, name=f"{name}/q_a")
-        q = linear(rms_norm(short, name=f"{name}/q_norm"), "b s r -> b s h k", h=heads, k=size, name=f"{name}/q_b")
+        compressed = linear(x, "b s d -> b s r", r=rank, bias=bias, name=f"{name}/q_a")
+        q = linear(rms_norm(compressed, name=f"{name}/q_norm"), "b s r -> b s h k", h=heads, k=size, name=f"{name}/q_b")
     return rearrange(q, "b s h k -> b h s k")
 
 
-def _made(
-    q_own: Tensor, q_turned: Tensor, vector: Tensor, shared: Tensor, values: Poly, *, cached: bool, causal: bool,
+def _attend_expanded(
+    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, value_size: Poly, *, cached: bool, causal: bool,
     kernel: str, p: float, name: str, contiguous: bool,
 ) -> Tensor:  # fmt: skip
     """Attend with keys and values of all heads, projected from the cached latent vectors."""
-    heads, own = q_own.sizes[1], q_own.sizes[3]
+    heads, nope_size = q_nope.sizes[1], q_nope.sizes[3]
     if cached:
         with scope(name):
-            vector = cache(vector, "b t l", along="t", name="latent_cache")
-            shared = cache(shared, "b one t k", along="t", name="rotated_cache")
-    both = linear(vector, "b t l -> b t h e", h=heads, e=own + values, name=f"{name}/kv_b")
+            latents = cache(latents, "b t l", along="t", name="latent_cache")
+            k_rope = cache(k_rope, "b one t k", along="t", name="rotated_cache")
+    expanded = linear(latents, "b t l -> b t h e", h=heads, e=nope_size + value_size, name=f"{name}/kv_b")
     with scope(name):
-        k, v = split(rearrange(both, "b t h e -> b h t e"), (own, values), -1)
+        k, v = split(rearrange(expanded, "b t h e -> b h t e"), (nope_size, value_size), -1)
         v = contiguous_copy(v, name="values") if contiguous else v
-        k = concat([k, expand(shared, "b 1 t k -> b h t k", h=heads)], -1, name="keys")
-        q = concat([q_own, q_turned], -1, name="queries")
+        k = concat([k, expand(k_rope, "b 1 t k -> b h t k", h=heads)], -1, name="keys")
+        q = concat([q_nope, q_rope], -1, name="queries")
     return attention(q, k, v, causal=causal, kernel=kernel, p=p, name=name)
 
 
-def _absorbed(
-    q_own: Tensor, q_turned: Tensor, vector: Tensor, shared: Tensor, values: Poly, *, cached: bool, causal: bool,
+def _attend_absorbed(
+    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, value_size: Poly, *, cached: bool, causal: bool,
     kernel: str, p: float, name: str,
 ) -> Tensor:  # fmt: skip
     """Attend to the cached latent vectors: one key for all heads, whose first part is the value."""
-    heads, own, held = q_own.sizes[1], q_own.sizes[3], vector.sizes[2]
-    graph = current_graph(vector.graph)
+    heads, nope_size, latent_size = q_nope.sizes[1], q_nope.sizes[3], latents.sizes[2]
+    graph = current_graph(latents.graph)
     with module(graph, f"{name}/kv_b"):
-        weight = graph.param("weight", (held, heads, own + values))
+        weight = graph.param("weight", (latent_size, heads, nope_size + value_size))
     with scope(name):
-        of_keys, of_values = split(weight, (own, values), -1)
-        q = einsum(q_own, of_keys, "b h s k, l h k -> b h s l", name="absorb_keys")
-        q = concat([q, q_turned], -1, name="queries")
-        k = concat([rearrange(vector, "b t l -> b 1 t l"), shared], -1, name="keys")
+        key_weight, value_weight = split(weight, (nope_size, value_size), -1)
+        q = einsum(q_nope, key_weight, "b h s k, l h k -> b h s l", name="absorb_keys")
+        q = concat([q, q_rope], -1, name="queries")
+        k = concat([rearrange(latents, "b t l -> b 1 t l"), k_rope], -1, name="keys")
         if cached:
             k = cache(k, "b one t k", along="t", name="latent_cache")
-        v = split(k, (held, k.sizes[3] - held), -1)[0]
+        v = split(k, (latent_size, k.sizes[3] - latent_size), -1)[0]
     y = attention(q, k, v, causal=causal, kernel=kernel, p=p, name=name)
     with scope(name):
-        return einsum(y, of_values, "b h s l, l h v -> b h s v", name="absorb_values")
+        return einsum(y, value_weight, "b h s l, l h v -> b h s v", name="absorb_values")

@@ -52,15 +52,15 @@ __all__ = [
 Extents = Annotated[int | Sequence[int], READ]
 
 
-def each_axis(value: object, rank: int, what: str, least: int) -> tuple[int, ...]:
+def each_axis(value: object, rank: int, label: str, minimum: int) -> tuple[int, ...]:
     """Return one number per window axis; a single number applies to all."""
     values: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,) * rank
-    if len(values) != rank or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
-        raise ShapeError(f"{what}={shown(value)}: expected an integer of at least {least}, or {rank} of them")
+    if len(values) != rank or any(isinstance(v, bool) or not isinstance(v, int) or v < minimum for v in values):
+        raise ShapeError(f"{label}={shown(value)}: expected an integer of at least {minimum}, or {rank} of them")
     return values
 
 
-def _slid(
+def _sliding_indices(
     x: Tensor, window: tuple[int, ...], stride: object, padding: object, dilation: object
 ) -> tuple[list[Affine], list[Poly]]:
     """Return the window indices of the last axes and the output sizes (torch's formula for Conv2d)."""
@@ -71,20 +71,21 @@ def _slid(
     if (same or causal) and steps != (1,) * rank:
         raise ShapeError(f"padding={padding!r} with stride={stride!r}, expected a stride of 1")
     if causal and rank != 1:
-        raise ShapeError(f"padding='causal' of a window over {rank} axes, expected one axis, that of positions")
+        raise ShapeError(f"padding='causal' of a window over {rank} axes, expected the position axis only")
     reach = tuple(g * (w - 1) for g, w in zip(gaps, window, strict=True))
     pads = reach if causal else tuple(n // 2 for n in reach) if same else each_axis(padding, rank, "padding", 0)
     indices, sizes = [], []
     for i, (w, s, g, p) in enumerate(zip(window, steps, gaps, pads, strict=True)):
         size = x.sizes[x.ndim - rank + i]
         # floor((n - 1)/s) + 1 equals ceiling(n/s) for integers: one atom instead of a sum
-        made = size if same else windows_along(size, g * (w - 1) - 2 * p, s)
-        if made.constant is not None and made.constant < 1:
+        out_size = size if same else windows_along(size, g * (w - 1) - 2 * p, s)
+        if out_size.constant is not None and out_size.constant < 1:
             raise ShapeError(
-                f"window of {w} on axis {x.ndim - rank + i} of {x!r}: expected it to fit, padding included"
+                f"window of {w} on axis {x.ndim - rank + i} of {x!r}: larger than the padded axis, expected a "
+                "smaller one"
             )
         indices.append(Affine(((f"o{i}", s), (f"w{i}", g)), -p))
-        sizes.append(made)
+        sizes.append(out_size)
     return indices, sizes
 
 
@@ -149,17 +150,17 @@ def conv(
     need_flag("conv", bias=bias)
     graph = current_graph(x.graph)
     x = graph.adopt(x)
-    place, spans, made = _channel(x, pattern, window, name, sizes)
-    many, channels = positive(f"conv {name!r}: groups", groups), x.sizes[place]
-    _check_groups(f"conv {name!r}", many, input=channels, output=made)
+    channel_axis, spans, out_channels = _channel(x, pattern, window, name, sizes)
+    group_count, channels = positive(f"conv {name!r}: groups", groups), x.sizes[channel_axis]
+    _check_groups(f"conv {name!r}", group_count, input=channels, output=out_channels)
 
     def product(x: Tensor, *params: Tensor) -> Tensor:
-        return convolved(x, *params, stride=stride, padding=padding, dilation=dilation, groups=many)
+        return convolved(x, *params, stride=stride, padding=padding, dilation=dilation, groups=group_count)
 
     with module(graph, name):
-        weight = graph.param("weight", (made, channels / many, *spans))
+        weight = graph.param("weight", (out_channels, channels / group_count, *spans))
         if bias:
-            y = one_kernel("conv", product, x, weight, graph.param("bias", (made,)), backward="ops")
+            y = one_kernel("conv", product, x, weight, graph.param("bias", (out_channels,)), backward="ops")
         else:
             y = product(x, weight)
         # drop the trailing positions that come from padding
@@ -177,21 +178,26 @@ def convolved(
     groups: Poly = ONE,
 ) -> Tensor:
     """Convolve with weights of shape (out, in / groups, *window), and add a bias if given."""
-    made, share, *window = weight.sizes
-    spans, place = tuple(int(w.constant or 0) for w in window), x.ndim - len(window) - 1
-    indices, out = _slid(x, spans, stride, padding, dilation)
-    extents = {"g": groups, "c": share, "o": made / groups, **_extents(x.sizes[:place], out, spans)}
+    out_channels, share, *window = weight.sizes
+    spans, channel_axis = tuple(int(w.constant or 0) for w in window), x.ndim - len(window) - 1
+    indices, out_sizes = _sliding_indices(x, spans, stride, padding, dilation)
+    extents = {
+        "g": groups,
+        "c": share,
+        "o": out_channels / groups,
+        **_extents(x.sizes[:channel_axis], out_sizes, spans),
+    }
     causal = isinstance(padding, str) and padding == "causal"
-    kind = Einsum(pattern=_contraction(place, indices), extents=extents, dtype=x.dtype, causal=causal)
+    kind = Einsum(pattern=_contraction(channel_axis, indices), extents=extents, dtype=x.dtype, causal=causal)
     (y,) = apply(kind, [x, weight], "conv")
-    return y if bias is None else y + reshape(bias, (made, *(1,) * len(spans)))
+    return y if bias is None else y + reshape(bias, (out_channels, *(1,) * len(spans)))
 
 
 def _check_groups(place: str, groups: Poly, **channels: Poly) -> None:
-    for what, size in channels.items():
+    for side, size in channels.items():
         share = (size / groups).constant
         if share is not None and (not isinstance(share, int) or share < 1):
-            raise ShapeError(f"{place}: {size} {what} channels in {groups} groups, expected a multiple")
+            raise ShapeError(f"{place}: {size} {side} channels in {groups} groups, expected a multiple of the groups")
 
 
 def _channel(
@@ -201,39 +207,39 @@ def _channel(
     parsed = parse_pattern(pattern, (x.ndim,))
     if any(len(a.names) != 1 or isinstance(a, Affine) for a in (*parsed.operands[0], *parsed.result)):
         raise PatternError(f"conv {name!r}: pattern {pattern!r}, expected single named axes")
-    before, after = parsed.operand_names(0), parsed.result_names
-    changed = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
-    if x.ndim != len(before):
-        raise ShapeError(f"conv {name!r}: {x!r} has {x.ndim} axes, the pattern {pattern!r} has {len(before)}")
-    if len(before) != len(after) or len(changed) != 1 or changed[0] == len(before) - 1:
+    names_in, names_out = parsed.operand_names(0), parsed.result_names
+    changed = [i for i, (a, b) in enumerate(zip(names_in, names_out, strict=False)) if a != b]
+    if x.ndim != len(names_in):
+        raise ShapeError(f"conv {name!r}: {x!r} has {x.ndim} axes, the pattern {pattern!r} has {len(names_in)}")
+    if len(names_in) != len(names_out) or len(changed) != 1 or changed[0] == len(names_in) - 1:
         raise PatternError(
-            f"conv {name!r}: pattern {pattern!r}, expected one channel replaced by another in its place and "
-            f"the sliding axes after it"
+            f"conv {name!r}: pattern {pattern!r}, expected one channel axis replaced by another in its place, "
+            f"followed by the sliding axes"
         )
-    place, new = changed[0], after[changed[0]]
-    spans = each_axis(window, len(before) - place - 1, "window", 1)
-    if set(sizes) != {new}:
-        raise ShapeError(f"conv {name!r}: sizes given for {sorted(sizes)}, expected {new}=...")
-    return place, spans, positive(f"conv {name!r}: size of {new!r}", sizes[new])
+    channel_axis, out_name = changed[0], names_out[changed[0]]
+    spans = each_axis(window, len(names_in) - channel_axis - 1, "window", 1)
+    if set(sizes) != {out_name}:
+        raise ShapeError(f"conv {name!r}: sizes given for {sorted(sizes)}, expected {out_name}=...")
+    return channel_axis, spans, positive(f"conv {name!r}: size of {out_name!r}", sizes[out_name])
 
 
-def _extents(kept: Sequence[Poly], out: Sequence[Poly], window: Sequence[int]) -> dict[str, Poly]:
+def _extents(unchanged: Sequence[Poly], out_sizes: Sequence[Poly], window: Sequence[int]) -> dict[str, Poly]:
     """Return the sizes of unchanged axes, output axes and window axes, by name."""
     return {
-        **{f"n{i}": size for i, size in enumerate(kept)},
-        **{f"o{i}": size for i, size in enumerate(out)},
+        **{f"n{i}": size for i, size in enumerate(unchanged)},
+        **{f"o{i}": size for i, size in enumerate(out_sizes)},
         **{f"w{i}": poly(w) for i, w in enumerate(window)},
     }
 
 
-def _contraction(place: int, indices: Sequence[Affine]) -> Pattern:
+def _contraction(channel_axis: int, indices: Sequence[Affine]) -> Pattern:
     """Return the convolution pattern: batch axes, grouped channels, then sliding axes."""
-    batch = [Axes((f"n{i}",)) for i in range(place)]
+    batch = [Axes((f"n{i}",)) for i in range(channel_axis)]
     taps = [Axes((f"w{i}",)) for i in range(len(indices))]
-    out = [Axes((f"o{i}",)) for i in range(len(indices))]
+    outputs = [Axes((f"o{i}",)) for i in range(len(indices))]
     return Pattern(
         ((*batch, Axes(("g", "c")), *indices), (Axes(("g", "o")), Axes(("c",)), *taps)),
-        (*batch, Axes(("g", "o")), *out),
+        (*batch, Axes(("g", "o")), *outputs),
     )
 
 
@@ -276,7 +282,7 @@ def pool(
     # an integer applies to all axes after batch and channel
     spans = each_axis(window, len(window) if isinstance(window, list | tuple) else max(x.ndim - 2, 1), "window", 1)
     if not spans:
-        raise ShapeError(f"window={window!r}: expected one axis at least")
+        raise ShapeError(f"window={window!r}: expected at least one axis")
     for span, pad in zip(spans, each_axis(padding, len(spans), "padding", 0), strict=True):
         if 2 * pad > span:  # a window could consist of padding only
             raise ShapeError(f"pool: padding {pad}, expected at most half of the window of {span}")
@@ -292,15 +298,20 @@ def pooling(
     x: Tensor, operation: str, spans: tuple[int, ...], stride: Extents, padding: Extents, *, inside: bool = False
 ) -> Pool:
     """Return the op kind for pooling over the last axes."""
-    indices, out = _slid(x, spans, stride, padding, 1)
-    kept = tuple(Axes((f"n{i}",)) for i in range(x.ndim - len(spans)))
-    pattern = Pattern(((*kept, *indices),), (*kept, *(Axes((f"o{i}",)) for i in range(len(spans)))))
-    return Pool(pattern=pattern, extents=_extents(x.sizes[: len(kept)], out, spans), operation=operation, inside=inside)
+    indices, out_sizes = _sliding_indices(x, spans, stride, padding, 1)
+    unchanged = tuple(Axes((f"n{i}",)) for i in range(x.ndim - len(spans)))
+    pattern = Pattern(((*unchanged, *indices),), (*unchanged, *(Axes((f"o{i}",)) for i in range(len(spans)))))
+    return Pool(
+        pattern=pattern,
+        extents=_extents(x.sizes[: len(unchanged)], out_sizes, spans),
+        operation=operation,
+        inside=inside,
+    )
 
 
 # -- transposed convolution --------------------------------------------------------------------------------------------
 
-_NAME = "conv_transpose"
+_TRANSPOSED = "conv_transpose"
 
 
 def conv_transpose(
@@ -358,22 +369,25 @@ def conv_transpose(
     need_flag("conv_transpose", bias=bias)
     graph = current_graph(x.graph)
     x = graph.adopt(x)
-    place, new = _channels(x, pattern)
-    spans = each_axis(window, x.ndim - place - 1, "window", 1)
-    if set(sizes) != {new}:
-        raise ShapeError(f"conv_transpose {name!r}: sizes given for {sorted(sizes)}, expected {new}=...")
-    many = positive(f"conv_transpose {name!r}: groups", groups)
-    channels, made = x.sizes[place], positive(f"conv_transpose {name!r}: size of {new!r}", sizes[new])
+    channel_axis, out_name = _channels(x, pattern)
+    spans = each_axis(window, x.ndim - channel_axis - 1, "window", 1)
+    if set(sizes) != {out_name}:
+        raise ShapeError(f"conv_transpose {name!r}: sizes given for {sorted(sizes)}, expected {out_name}=...")
+    group_count = positive(f"conv_transpose {name!r}: groups", groups)
+    channels, out_channels = (
+        x.sizes[channel_axis],
+        positive(f"conv_transpose {name!r}: size of {out_name!r}", sizes[out_name]),
+    )
     facts: Any = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
 
-    def product(x: Tensor, *own: Tensor) -> Tensor:
-        return spread(x, *own, groups=many, **facts)
+    def product(x: Tensor, *params: Tensor) -> Tensor:
+        return spread(x, *params, groups=group_count, **facts)
 
     with module(graph, name):
-        weight = graph.param("weight", (channels, made / many, *spans))
+        weight = graph.param("weight", (channels, out_channels / group_count, *spans))
         if not bias:
             return product(x, weight)
-        return one_kernel(_NAME, product, x, weight, graph.param("bias", (made,)), backward="ops")
+        return one_kernel(_TRANSPOSED, product, x, weight, graph.param("bias", (out_channels,)), backward="ops")
 
 
 def spread(
@@ -389,42 +403,48 @@ def spread(
 ) -> Tensor:
     """Apply a transposed convolution with weights of shape (in, out / groups, *window), and add a bias if given."""
     channels, share, *window = weight.sizes
-    spans, place, made = tuple(int(w.constant or 0) for w in window), x.ndim - len(window) - 1, share * groups
-    indices, out = _spread(x, spans, stride, padding, output_padding, dilation)
-    lead, after = x.sizes[:place], x.sizes[place + 1 :]
-    extents = {"g": groups, "c": channels / groups, "o": share, **{f"n{i}": size for i, size in enumerate(lead)}}
-    for i, (size, span) in enumerate(zip(after, spans, strict=True)):
+    spans, channel_axis, out_channels = (
+        tuple(int(w.constant or 0) for w in window),
+        x.ndim - len(window) - 1,
+        share * groups,
+    )
+    indices, out_sizes = _output_indices(x, spans, stride, padding, output_padding, dilation)
+    leading, sliding = x.sizes[:channel_axis], x.sizes[channel_axis + 1 :]
+    extents = {"g": groups, "c": channels / groups, "o": share, **{f"n{i}": size for i, size in enumerate(leading)}}
+    for i, (size, span) in enumerate(zip(sliding, spans, strict=True)):
         extents |= {f"o{i}": size, f"w{i}": poly(span)}
-    pattern = _transposed_contraction(place, indices)
-    (y,) = apply(Einsum(pattern=pattern, extents=extents, dtype=x.dtype, sizes=(*lead, made, *out)), [x, weight], _NAME)
-    return y if bias is None else y + reshape(bias, (made, *(1,) * len(spans)))
+    pattern = _transposed_contraction(channel_axis, indices)
+    (y,) = apply(
+        Einsum(pattern=pattern, extents=extents, dtype=x.dtype, sizes=(*leading, out_channels, *out_sizes)),
+        [x, weight],
+        _TRANSPOSED,
+    )
+    return y if bias is None else y + reshape(bias, (out_channels, *(1,) * len(spans)))
 
 
 def _channels(x: Tensor, pattern: PatternText) -> tuple[int, str]:
     """Return the index of the channel axis and the name of the output channel."""
     parsed = parse_pattern(pattern, (x.ndim,))
-    plain = all(isinstance(a, Axes) and len(a.names) == 1 for a in (*parsed.operands[0], *parsed.result))
-    before, after = parsed.operand_names(0), parsed.result_names
-    changed = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
-    if not plain or len(before) != len(after) or len(changed) != 1 or changed[0] + 1 >= x.ndim:
-        raise PatternError(
-            f"conv_transpose {pattern!r}: expected one other name, with the axes of the window behind it"
-        )
-    return changed[0], after[changed[0]]
+    single_names = all(isinstance(a, Axes) and len(a.names) == 1 for a in (*parsed.operands[0], *parsed.result))
+    names_in, names_out = parsed.operand_names(0), parsed.result_names
+    changed = [i for i, (a, b) in enumerate(zip(names_in, names_out, strict=False)) if a != b]
+    if not single_names or len(names_in) != len(names_out) or len(changed) != 1 or changed[0] + 1 >= x.ndim:
+        raise PatternError(f"conv_transpose {pattern!r}: expected one renamed axis, followed by the axes of the window")
+    return changed[0], names_out[changed[0]]
 
 
-def _spread(
-    x: Tensor, spans: tuple[int, ...], stride: object, padding: object, more: object, dilation: object
+def _output_indices(
+    x: Tensor, spans: tuple[int, ...], stride: object, padding: object, output_padding: object, dilation: object
 ) -> tuple[list[Affine], list[Poly]]:
     """Return the output indices for window elements on the last axes, and the output sizes."""
     rank = len(spans)
     steps, gaps = each_axis(stride, rank, "stride", 1), each_axis(dilation, rank, "dilation", 1)
-    pads, rests = each_axis(padding, rank, "padding", 0), each_axis(more, rank, "output_padding", 0)
+    pads, extra = each_axis(padding, rank, "padding", 0), each_axis(output_padding, rank, "output_padding", 0)
     indices, sizes = [], []
     for i, (n, w) in enumerate(zip(x.sizes[x.ndim - rank :], spans, strict=True)):
-        if rests[i] >= max(steps[i], gaps[i]):
-            raise ShapeError(f"output_padding={more!r}: expected less than the stride or the dilation")
-        size = (n - 1) * steps[i] - 2 * pads[i] + gaps[i] * (w - 1) + rests[i] + 1
+        if extra[i] >= max(steps[i], gaps[i]):
+            raise ShapeError(f"output_padding={output_padding!r}: expected less than the stride or the dilation")
+        size = (n - 1) * steps[i] - 2 * pads[i] + gaps[i] * (w - 1) + extra[i] + 1
         if size.constant is not None and size.constant < 1:
             raise ShapeError(f"padding={padding!r} leaves {size} positions of axis {i + x.ndim - rank} of {x!r}")
         indices.append(Affine(((f"o{i}", steps[i]), (f"w{i}", gaps[i])), -pads[i]))
@@ -432,8 +452,8 @@ def _spread(
     return indices, sizes
 
 
-def _transposed_contraction(place: int, indices: list[Affine]) -> Pattern:
-    lead = tuple(Axes((f"n{i}",)) for i in range(place))
+def _transposed_contraction(channel_axis: int, indices: list[Affine]) -> Pattern:
+    lead = tuple(Axes((f"n{i}",)) for i in range(channel_axis))
     points = tuple(Axes((f"o{i}",)) for i in range(len(indices)))
     window = tuple(Axes((f"w{i}",)) for i in range(len(indices)))
     inputs, outputs = Axes(("g", "c")), Axes(("g", "o"))
@@ -477,41 +497,48 @@ def adaptive_pool(x: Tensor, sizes: Sequence[object], *, name: str = "adaptive_p
     ((B, C, 3, 3), 36, 81)
     """
     need_tensor("adaptive_pool", x)
-    parts = sizes_of(sizes, "adaptive_pool")
-    if not 0 < len(parts) <= x.ndim:
-        raise ShapeError(f"adaptive_pool of {x!r} into {len(parts)} sizes, expected 1 to {x.ndim}")
-    kept, axes = x.sizes[: -len(parts)], x.sizes[-len(parts) :]
-    if all(k == ONE for k in parts):
+    out_sizes = sizes_of(sizes, "adaptive_pool")
+    if not 0 < len(out_sizes) <= x.ndim:
+        raise ShapeError(f"adaptive_pool of {x!r} into {len(out_sizes)} sizes, expected 1 to {x.ndim}")
+    unchanged, axes = x.sizes[: -len(out_sizes)], x.sizes[-len(out_sizes) :]
+    if all(k == ONE for k in out_sizes):
         names = [f"a{i}" for i in range(x.ndim)]
-        left = [*names[: len(kept)], *("1" for _ in parts)]
-        return reduce(x, f"{' '.join(names)} -> {' '.join(left)}", "mean", name=name)
-    windows = [(n / k).constant for n, k in zip(axes, parts, strict=True)]
+        reduced = [*names[: len(unchanged)], *("1" for _ in out_sizes)]
+        return reduce(x, f"{' '.join(names)} -> {' '.join(reduced)}", "mean", name=name)
+    windows = [(n / k).constant for n, k in zip(axes, out_sizes, strict=True)]
     if all(isinstance(w, int) for w in windows):
         return pool(x, "mean", window=[int(w or 0) for w in windows], name=name)
-    reached = prod((_reached(x, n, k) for n, k in zip(axes, parts, strict=True)), start=prod(kept, start=ONE))
-    made = prod(parts, start=prod(kept, start=ONE)) * x.element_bytes()
+    reached = prod(
+        (_total_window_size(x, n, k) for n, k in zip(axes, out_sizes, strict=True)), start=prod(unchanged, start=ONE)
+    )
+    out_bytes = prod(out_sizes, start=prod(unchanged, start=ONE)) * x.element_bytes()
     # the gradient needs only the input shape, but torch saves all of it
-    backward = {"flops": reached.expr, "saves": {"inputs": [0]}, "reads": [made.expr, 0]}
-    out: Tensor = opaque(name, [x], ([n.expr for n in (*kept, *parts)], x.dtype), flops=reached.expr, backward=backward)
-    return out
+    backward = {"flops": reached.expr, "saves": {"inputs": [0]}, "reads": [out_bytes.expr, 0]}
+    result: Tensor = opaque(
+        name, [x], ([n.expr for n in (*unchanged, *out_sizes)], x.dtype), flops=reached.expr, backward=backward
+    )
+    return result
 
 
-def _reached(x: Tensor, whole: Poly, parts: Poly) -> Poly:
+def _total_window_size(x: Tensor, size: Poly, window_count: Poly) -> Poly:
     """Return the total window size on one axis.
 
     A boundary between windows that is not an integer lies within an element shared by both. gcd(n, k) - 1 of the k - 1
     boundaries are integers.
     """
-    n, k = whole.constant, parts.constant
+    n, k = size.constant, window_count.constant
     if isinstance(n, int) and isinstance(k, int):
-        return whole + k - gcd(n, k)
+        return size + k - gcd(n, k)
     if not isinstance(k, int):
-        share = whole / parts
+        share = size / window_count
         if all(isinstance(c, int) and all(power > 0 for _, power in m) for m, c in share.terms.items()):
-            return whole
-        raise ShapeError(f"adaptive_pool of {x!r}: {parts} windows over {whole} elements, expected a number of windows")
-    inner = [(whole * i / k).expr for i in range(1, k)]
-    return whole + total(poly(sympy.ceiling(at)) - poly(sympy.floor(at)) for at in inner)
+            return size
+        raise ShapeError(
+            f"adaptive_pool of {x!r}: {window_count} windows over {size} elements, expected an integer number of "
+            "windows"
+        )
+    boundaries = [(size * i / k).expr for i in range(1, k)]
+    return size + total(poly(sympy.ceiling(boundary)) - poly(sympy.floor(boundary)) for boundary in boundaries)
 
 
 def upsample(
@@ -554,21 +581,21 @@ def upsample(
     if isinstance(factor, bool) or not isinstance(factor, int) or factor < 1:
         raise ShapeError(f"upsample: factor {factor!r}, expected an integer of at least 1")
     if x.ndim < 3:
-        raise ShapeError(f"upsample of {x!r}: expected three axes at least, of which the first two are kept")
+        raise ShapeError(f"upsample of {x!r}: expected at least three axes, batch and channels first")
     large: Sizes = tuple(n * factor for n in x.sizes[2:])
-    wanted = large if sizes is None else sizes_of(sizes, "upsample")
-    if len(wanted) != len(large):
-        raise ShapeError(f"upsample of {x!r} to {len(wanted)} sizes, expected {len(large)}")
+    out_sizes = large if sizes is None else sizes_of(sizes, "upsample")
+    if len(out_sizes) != len(large):
+        raise ShapeError(f"upsample of {x!r} to {len(out_sizes)} sizes, expected {len(large)}")
     axes = [f"a{i}" for i in range(2, x.ndim)]
     pattern = f"b c {' '.join(f'{a} 1' for a in axes)} -> b c {' '.join(f'{a} {a}r' for a in axes)}"
 
     def body(x: Tensor) -> Tensor:
-        apart = reshape(x, (*x.sizes[:2], *(n for size in x.sizes[2:] for n in (size, 1))))
+        spaced = reshape(x, (*x.sizes[:2], *(n for size in x.sizes[2:] for n in (size, 1))))
         times: dict[str, Any] = {f"{a}r": factor for a in axes}
-        repeated = expand(apart, pattern, **times)
+        repeated = expand(spaced, pattern, **times)
         y = reshape(repeated, (*x.sizes[:2], *large))
-        for i, (size, whole) in enumerate(zip(wanted, large, strict=True)):
-            y = y if size == whole else slice_axis(y, i + 2, 0, size)
+        for i, (size, full_size) in enumerate(zip(out_sizes, large, strict=True)):
+            y = y if size == full_size else slice_axis(y, i + 2, 0, size)
         return y
 
     return one_kernel(name, body, x)

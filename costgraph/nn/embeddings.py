@@ -95,26 +95,26 @@ def relative_bias(
     need_flag("relative_bias", bidirectional=bidirectional)
     for t in (queries, keys):
         if t.dtype.kind != "int" or t.ndim != 1:
-            raise ShapeError(f"relative_bias: positions {t!r}, expected integers of one axis")
+            raise ShapeError(f"relative_bias: positions {t!r}, expected integers with one axis")
     rows = positive("relative_bias: buckets", buckets)
     # rounded down: bucket counts are added to integer indices
-    own = windows_along(rows, 1, 2) if bidirectional else rows  # buckets per direction
-    exact = windows_along(own, 1, 2)  # single-distance buckets
+    per_direction = windows_along(rows, 1, 2) if bidirectional else rows  # buckets per direction
+    exact = windows_along(per_direction, 1, 2)  # single-distance buckets
 
     def body(queries: Tensor, keys: Tensor) -> Tensor:
-        away = rearrange(keys, "t -> 1 t") - rearrange(queries, "s -> s 1")
-        later = pointwise("less", 0, away) if bidirectional else None
-        away = pointwise("abs", away) if bidirectional else -pointwise("minimum", away, 0)
+        distance = rearrange(keys, "t -> 1 t") - rearrange(queries, "s -> s 1")
+        later = pointwise("less", 0, distance) if bidirectional else None
+        distance = pointwise("abs", distance) if bidirectional else -pointwise("minimum", distance, 0)
         # the maximal distance sets the base of the logarithm, which changes no cost
-        growing = pointwise("log", cast(away, "fp32") / exact) / 1.0 * (own - exact)
-        far = pointwise("minimum", cast(growing, "int64") + exact, own - 1)
-        found = pointwise("where", pointwise("less", away, exact), away, far)
-        return found if later is None else found + cast(later, "int64") * own
+        log_bucket = pointwise("log", cast(distance, "fp32") / exact) / 1.0 * (per_direction - exact)
+        far_bucket = pointwise("minimum", cast(log_bucket, "int64") + exact, per_direction - 1)
+        bucket = pointwise("where", pointwise("less", distance, exact), distance, far_bucket)
+        return bucket if later is None else bucket + cast(later, "int64") * per_direction
 
     with module(current_graph(queries.graph), name) as _:
         table = current_graph(queries.graph).param("table", (rows, heads), dtype=dtype)
-        found = one_kernel("buckets", body, queries, keys)
-        return rearrange(embedding(found, table, name="lookup"), "s t h -> 1 h s t", name="heads")
+        bucket = one_kernel("buckets", body, queries, keys)
+        return rearrange(embedding(bucket, table, name="lookup"), "s t h -> 1 h s t", name="heads")
 
 
 def timestep_embedding(times: Tensor, size: object, *, dtype: object = None, name: str = "timesteps") -> Tensor:
@@ -158,8 +158,8 @@ def timestep_embedding(times: Tensor, size: object, *, dtype: object = None, nam
     with module(graph, name):
         frequencies = graph.buffer("frequencies", (half,), dtype="fp32")
         angles = einsum(cast(times, "fp32"), frequencies, "b, k -> b k", name="angles")
-        made = concat([pointwise("cos", angles), pointwise("sin", angles)], -1)
-        return cast(made, graph.root.dtype if dtype is None else dtype)
+        embeddings = concat([pointwise("cos", angles), pointwise("sin", angles)], -1)
+        return cast(embeddings, graph.root.dtype if dtype is None else dtype)
 
 
 def patch_embedding(x: Tensor, size: int, d: object, *, bias: bool = True, name: str = "patches") -> Tensor:
@@ -233,7 +233,7 @@ def rotary_tables(
     if isinstance(base, bool) or not isinstance(base, Real) or not base > 0:
         raise GraphError(f"rotary_tables: base {base!r}, expected a positive number")
     if positions.dtype.kind != "int" or positions.ndim != 1:
-        raise ShapeError(f"rotary_tables: positions {positions!r}, expected integers of one axis")
+        raise ShapeError(f"rotary_tables: positions {positions!r}, expected integers with one axis")
     graph = current_graph(positions.graph)
     half = positive("rotary_tables: size", size) / 2
     with module(graph, name):
@@ -279,14 +279,18 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, name: str = "rotary") -> Tens
     if x.ndim < 2:
         raise ShapeError(f"rotary of {x!r}: expected at least two axes (positions, size)")
     if cos.ndim != 2:
-        raise ShapeError(f"rotary of {x!r}: cosines {cos!r}, expected two axes (positions, half of what is rotated)")
-    half, whole = cos.sizes[-1], x.sizes[-1]
-    passed = [] if x.graph.same(2 * half, whole) else [positive(f"rotary of {x!r}: what is left", whole - 2 * half)]
+        raise ShapeError(f"rotary of {x!r}: cosines {cos!r}, expected two axes (positions, half the rotated size)")
+    half, size = cos.sizes[-1], x.sizes[-1]
+    rest_size = (
+        []
+        if x.graph.same(2 * half, size)
+        else [positive(f"rotary of {x!r}: size that is not rotated", size - 2 * half)]
+    )
 
     def body(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        a, b, *rest = split(x, (half, half, *passed), -1)
-        made = [pointwise("sub", a * cos, b * sin), pointwise("add", b * cos, a * sin)]
-        turned = cast(concat(made, -1), x.dtype)
-        return concat([turned, *rest], -1) if rest else turned
+        a, b, *rest = split(x, (half, half, *rest_size), -1)
+        rotated_halves = [pointwise("sub", a * cos, b * sin), pointwise("add", b * cos, a * sin)]
+        rotated = cast(concat(rotated_halves, -1), x.dtype)
+        return concat([rotated, *rest], -1) if rest else rotated
 
     return one_kernel(name, body, x, cos, sin)

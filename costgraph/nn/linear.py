@@ -78,49 +78,55 @@ def linear(
     parsed = parse_pattern(pattern, (x.ndim,))
     contracted, new = _axes(f"linear {name!r}", pattern, parsed)
     graph = current_graph(x.graph)
-    given = sizes_by_name(f"linear {name!r}", sizes)
-    extents = _extents(f"linear {name!r}", pattern, graph.adopt(x), parsed, contracted + new, weight, given)
-    left = " ".join(map(str, parsed.operands[0]))
-    text = f"{left}, {' '.join(contracted + new)} -> {' '.join(map(str, parsed.result))}"
-    known: dict[str, Any] = {n: extents[n] for n in contracted}
+    given_sizes = sizes_by_name(f"linear {name!r}", sizes)
+    extents = _extents(f"linear {name!r}", pattern, graph.adopt(x), parsed, contracted + new, weight, given_sizes)
+    operand_text = " ".join(map(str, parsed.operands[0]))
+    text = f"{operand_text}, {' '.join(contracted + new)} -> {' '.join(map(str, parsed.result))}"
+    contracted_sizes: dict[str, Any] = {n: extents[n] for n in contracted}
     with module(graph, name):
         if weight is None:
             weight = graph.param("weight", [extents[n] for n in contracted + new])
         if not bias:
-            return einsum(x, weight, text, name="matmul", **known)
-        after = parsed.result_names
-        if after[len(after) - len(new) :] != tuple(new) or any(len(a.names) != 1 for a in parsed.result):
+            return einsum(x, weight, text, name="matmul", **contracted_sizes)
+        result_names = parsed.result_names
+        if result_names[len(result_names) - len(new) :] != tuple(new) or any(len(a.names) != 1 for a in parsed.result):
             raise PatternError(
                 f"linear {name!r}: pattern {pattern!r} with a bias, expected the new axes last and unmerged"
             )
         b = graph.param("bias", [extents[n] for n in new])
 
         def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-            return einsum(x, w, text, name="matmul", **known) + b
+            return einsum(x, w, text, name="matmul", **contracted_sizes) + b
 
         return one_kernel("addmm", product, x, weight, b, backward="ops")
 
 
 def _axes(place: str, pattern: str, parsed: Pattern) -> tuple[list[str], list[str]]:
     """Return the contracted and the new axes."""
-    before, after = parsed.operand_names(0), parsed.result_names
+    operand_names, result_names = parsed.operand_names(0), parsed.result_names
     if any(isinstance(a, Affine) for a in parsed.operands[0]):
-        raise PatternError(f"{place}: pattern {pattern!r} has an index such as h*2+r, expected conv for that")
-    contracted = [n for n in before if n not in after]
-    new = [n for n in after if n not in before]
+        raise PatternError(f"{place}: pattern {pattern!r} has an affine index such as h*2+r; use conv for windows")
+    contracted = [n for n in operand_names if n not in result_names]
+    new = [n for n in result_names if n not in operand_names]
     if not contracted or not new:
         raise PatternError(f"{place}: pattern {pattern!r} contracts {contracted} and adds {new}, expected both")
     return contracted, new
 
 
 def _extents(
-    place: str, pattern: str, x: Tensor, parsed: Pattern, axes: list[str], weight: Tensor | None, given: dict[str, Poly]
+    place: str,
+    pattern: str,
+    x: Tensor,
+    parsed: Pattern,
+    axes: list[str],
+    weight: Tensor | None,
+    given_sizes: dict[str, Poly],
 ) -> dict[str, Poly]:
     """Return the sizes of all axes, including those of the weight."""
-    extents = extents_of(x.graph, parsed, [x], given)
+    extents = extents_of(x.graph, parsed, [x], given_sizes)
     unused = sorted(set(extents) - {*parsed.operand_names(0), *parsed.result_names})
     if unused:
-        raise PatternError(f"{place}: size given for {unused[0]!r}, which is no axis of {pattern!r}")
+        raise PatternError(f"{place}: size given for {unused[0]!r}, which is not an axis of {pattern!r}")
     if weight is not None and weight.ndim == len(axes):
         extents |= {n: size for n, size in zip(axes, weight.sizes, strict=True) if n not in extents}
     missing = [n for n in axes if n not in extents]
@@ -202,14 +208,14 @@ def gated_mlp(
     with module(current_graph(x.graph), name):
         if packed:
             size = positive("gated_mlp: f", f)
-            both = linear(x, "... d -> ... f", f=2 * size, bias=bias, name="gate_up")
-            gate, up = split(both, (size, size), -1)
+            gate_up = linear(x, "... d -> ... f", f=2 * size, bias=bias, name="gate_up")
+            gate, up = split(gate_up, (size, size), -1)
         else:
             gate = linear(x, "... d -> ... f", f=f, bias=bias, name="gate")
             gate = gate if fused else activation(gate)
             up = linear(x, "... d -> ... f", f=f, bias=bias, name="up")
         if fused:
-            made = one_kernel("gated", lambda gate, up: activation(gate) * up, gate, up)
+            hidden = one_kernel("gated", lambda gate, up: activation(gate) * up, gate, up)
         else:
-            made = (activation(gate) if packed else gate) * up
-        return linear(made, "... f -> ... d", d=x.sizes[-1], bias=bias, name="down")
+            hidden = (activation(gate) if packed else gate) * up
+        return linear(hidden, "... f -> ... d", d=x.sizes[-1], bias=bias, name="down")

@@ -49,9 +49,9 @@ def binary_cross_entropy(p: Tensor, targets: Tensor, *, name: str = "binary_cros
         raise ShapeError(f"binary_cross_entropy of {p!r} and {targets!r}: expected equal shapes")
 
     def body(p: Tensor, targets: Tensor) -> Tensor:
-        each = (targets - 1) * pointwise("log", 1 - p) - targets * pointwise("log", p)
+        losses = (targets - 1) * pointwise("log", 1 - p) - targets * pointwise("log", p)
         names = " ".join(f"a{i}" for i in range(p.ndim))
-        return reduce(each, f"{names} -> ", "mean")
+        return reduce(losses, f"{names} -> ", "mean")
 
     return one_kernel(name, body, p, targets)
 

@@ -118,19 +118,19 @@ def router(
         raise GraphError(f"{place}: scale {shown(scale)}, expected a number")
     graph = current_graph(x.graph)
     with module(graph, name):
-        products = _products(x, positive(f"{place}: experts", experts), bias=bias, fp32=fp32)
+        logits = _router_logits(x, positive(f"{place}: experts", experts), bias=bias, fp32=fp32)
         if score == "chosen":
-            best, ids = top_k(products, chosen)
-            weights = softmax(best)
+            top_logits, ids = top_k(logits, chosen)
+            weights = softmax(top_logits)
         else:
-            scores = softmax(cast(products, "fp32")) if score == "softmax" else sigmoid(products)
-            weights, ids = _best(place, scores, chosen, correction=correction, groups=groups, kept=kept_groups)
+            scores = softmax(cast(logits, "fp32")) if score == "softmax" else sigmoid(logits)
+            weights, ids = _choose(place, scores, chosen, correction=correction, groups=groups, kept_groups=kept_groups)
         if normalize:
             weights = _normalized(weights)
         return (weights if scale is None else weights * scale), ids
 
 
-def _products(x: Tensor, experts: Poly, *, bias: bool, fp32: bool) -> Tensor:
+def _router_logits(x: Tensor, experts: Poly, *, bias: bool, fp32: bool) -> Tensor:
     if not fp32:
         return linear(x, "... d -> ... e", e=experts, bias=bias, name="gate")
     graph = current_graph(x.graph)
@@ -139,41 +139,43 @@ def _products(x: Tensor, experts: Poly, *, bias: bool, fp32: bool) -> Tensor:
     return y + cast(graph.param("bias", (experts,)), "fp32") if bias else y
 
 
-def _best(
-    place: str, scores: Tensor, chosen: object, *, correction: bool, groups: object, kept: object
+def _choose(
+    place: str, scores: Tensor, chosen: object, *, correction: bool, groups: object, kept_groups: object
 ) -> tuple[Tensor, Tensor]:
     """Choose by the scores, corrected and limited to groups, and return the raw scores of the chosen experts."""
     graph = current_graph(scores.graph)
-    by = scores
+    ranking = scores
     if correction:
-        by = by + graph.buffer("correction", scores.sizes[-1:], dtype="fp32")
+        ranking = ranking + graph.buffer("correction", scores.sizes[-1:], dtype="fp32")
     if groups is not None:
-        by = _limited(place, by, positive(f"{place}: groups", groups), kept, best=2 if correction else 1)
-    values, ids = top_k(by, chosen)
-    return (values if by is scores else take_along(scores, ids)), ids
+        ranking = _limit_to_groups(
+            place, ranking, positive(f"{place}: groups", groups), kept_groups, best=2 if correction else 1
+        )
+    values, ids = top_k(ranking, chosen)
+    return (values if ranking is scores else take_along(scores, ids)), ids
 
 
-def _limited(place: str, scores: Tensor, groups: Poly, kept: object, *, best: int) -> Tensor:
+def _limit_to_groups(place: str, scores: Tensor, groups: Poly, kept_groups: object, *, best: int) -> Tensor:
     """Set scores outside the best groups to 0; no remaining score is lower."""
     size = (scores.sizes[-1] / groups).constant
     if size is not None and (not isinstance(size, int) or size < best):
         raise ShapeError(
-            f"{place}: {scores.sizes[-1]} experts in {groups} groups, expected as many of at least {best} in each"
+            f"{place}: {scores.sizes[-1]} experts in {groups} groups, expected equal groups of at least {best}"
         )
     grouped_scores = rearrange(scores, "... (g e) -> ... g e", g=groups.expr)
     if best > 1:
-        of_group = reduce(top_k(grouped_scores, best)[0], "... e -> ...", "sum")
+        group_scores = reduce(top_k(grouped_scores, best)[0], "... e -> ...", "sum")
     else:
-        of_group = reduce(grouped_scores, "... e -> ...", "max")
-    values, _ = top_k(of_group, kept)
+        group_scores = reduce(grouped_scores, "... e -> ...", "max")
+    values, _ = top_k(group_scores, kept_groups)
 
-    def body(scores: Tensor, of_group: Tensor, values: Tensor) -> Tensor:
-        least = reduce(values, "... k -> ... 1", "min")
-        hidden = pointwise("less", of_group, least)
+    def body(scores: Tensor, group_scores: Tensor, values: Tensor) -> Tensor:
+        threshold = reduce(values, "... k -> ... 1", "min")
+        hidden = pointwise("less", group_scores, threshold)
         return pointwise("masked_fill", scores, rearrange(hidden, "... g -> ... g 1"))
 
-    made = one_kernel("limit_groups", body, grouped_scores, of_group, values)
-    return rearrange(made, "... g e -> ... (g e)")
+    limited = one_kernel("limit_groups", body, grouped_scores, group_scores, values)
+    return rearrange(limited, "... g e -> ... (g e)")
 
 
 def _normalized(weights: Tensor) -> Tensor:
@@ -252,20 +254,26 @@ def experts(
     need_flag(place, gated=gated, bias=bias)
     need_choice(f"{place}: weigh", weigh, WEIGHED)
     if bias and weigh == "inside":
-        raise GraphError(f"{place}: weigh='inside' with bias=True, expected one of them: a bias is weighed as well")
+        raise GraphError(
+            f"{place}: weigh='inside' with bias=True, expected only one of them: the bias would be weighted as well"
+        )
     graph = current_graph(x.graph)
     d, width, chosen = x.sizes[-1], positive(f"{place}: f", f), ids.sizes[-1]
     with module(graph, name):
         sent = dispatch(ids, count, capacity=capacity, owners=bias)
-        rows = gather(_flat(x), sent.tokens, name="permute")
+        rows = gather(_token_rows(x), sent.tokens, name="permute")
 
-        def project(rows: Tensor, after: Poly, what: str) -> Tensor:
-            total = sent.ends.sizes[0]
-            weight = graph.param(what, (total, rows.sizes[-1], after))
-            made = grouped(rows, weight, sent.ends, chosen, routing=routing, name=f"{what}_matmul")
+        def project(rows: Tensor, out_width: Poly, param_name: str) -> Tensor:
+            expert_count = sent.ends.sizes[0]
+            weight = graph.param(param_name, (expert_count, rows.sizes[-1], out_width))
+            result = grouped(rows, weight, sent.ends, chosen, routing=routing, name=f"{param_name}_matmul")
             if sent.owners is None:
-                return made
-            return made + gather(graph.param(f"{what}_bias", (total, after)), sent.owners, name=f"{what}_bias_rows")
+                return result
+            return result + gather(
+                graph.param(f"{param_name}_bias", (expert_count, out_width)),
+                sent.owners,
+                name=f"{param_name}_bias_rows",
+            )
 
         h = project(rows, 2 * width, "gate_up") if gated else project(rows, width, "up")
         if sent.dropped is not None:
@@ -273,10 +281,10 @@ def experts(
         parts = split(h, (width, width), -1) if gated else (h,)
         join = (gate or (lambda first, up: activation(first) * up)) if gated else activation
         if weigh == "results":
-            return _combined(project(join(*parts), d, "down"), sent.places, weights, x)
-        of_rows = scatter(fill(sent.tokens.sizes, 0, weights.dtype), sent.places, weights, name="weights")
-        y = project(_weighed(join, parts, of_rows, x), d, "down")
-        return _combined(y, sent.places, None, x, sent.dropped)
+            return _combine(project(join(*parts), d, "down"), sent.places, weights, x)
+        row_weights = scatter(fill(sent.tokens.sizes, 0, weights.dtype), sent.places, weights, name="weights")
+        y = project(_weighted_activation(join, parts, row_weights, x), d, "down")
+        return _combine(y, sent.places, None, x, sent.dropped)
 
 
 def _check(place: str, x: Tensor, weights: Tensor, ids: Tensor, routing: str, capacity: object) -> None:
@@ -284,13 +292,14 @@ def _check(place: str, x: Tensor, weights: Tensor, ids: Tensor, routing: str, ca
     need_choice(f"{place}: routing", routing, ROUTINGS)
     if (capacity is not None) != (routing == "capacity"):
         raise GraphError(
-            f"{place}: routing={routing!r}, capacity={shown(capacity)}: expected a factor with 'capacity' alone"
+            f"{place}: routing={routing!r}, capacity={shown(capacity)}: expected a capacity factor with "
+            "routing='capacity' only"
         )
     if ids.ndim == 0 or weights.ndim != ids.ndim or not all(map(x.graph.same, ids.sizes[:-1], x.sizes[:-1])):
         raise ShapeError(f"{place}: {ids!r} and {weights!r} of {x!r}, expected experts (..., k) for each token")
 
 
-def _flat(x: Tensor) -> Tensor:
+def _token_rows(x: Tensor) -> Tensor:
     """Flatten tokens into rows."""
     if x.ndim == 2:
         return x
@@ -298,26 +307,28 @@ def _flat(x: Tensor) -> Tensor:
     return rearrange(x, f"{names} d -> ({names}) d", name="tokens") if names else reshape(x, (1, x.sizes[-1]))
 
 
-def _weighed(join: Callable[..., Tensor], parts: Sequence[Tensor], of_rows: Tensor, x: Tensor) -> Tensor:
+def _weighted_activation(
+    join: Callable[..., Tensor], parts: Sequence[Tensor], row_weights: Tensor, x: Tensor
+) -> Tensor:
     """Combine the up-projections and multiply rows by their weights, in one kernel."""
 
-    def body(of_rows: Tensor, *parts: Tensor) -> Tensor:
-        return cast(join(*parts) * rearrange(of_rows, "r -> r 1"), x.dtype)
+    def body(row_weights: Tensor, *parts: Tensor) -> Tensor:
+        return cast(join(*parts) * rearrange(row_weights, "r -> r 1"), x.dtype)
 
-    return one_kernel("weighed", body, of_rows, *parts)
+    return one_kernel("weighed", body, row_weights, *parts)
 
 
-def _combined(rows: Tensor, places: Tensor, weights: Tensor | None, x: Tensor, dropped: Tensor | None = None) -> Tensor:
+def _combine(rows: Tensor, places: Tensor, weights: Tensor | None, x: Tensor, dropped: Tensor | None = None) -> Tensor:
     """Gather and sum each token's rows, weighted or without dropped ones, in one kernel."""
-    by = dropped if weights is None else weights
+    factors = dropped if weights is None else weights
 
-    def body(rows: Tensor, places: Tensor, *by: Tensor) -> Tensor:
-        found = gather(rows, places)
-        for each in (rearrange(t, "... k -> ... k 1") for t in by):
-            found = pointwise("masked_fill", found, each) if weights is None else found * each
-        return cast(reduce(found, "... k d -> ... d", "sum"), x.dtype)
+    def body(rows: Tensor, places: Tensor, *factors: Tensor) -> Tensor:
+        picked = gather(rows, places)
+        for factor in (rearrange(t, "... k -> ... k 1") for t in factors):
+            picked = pointwise("masked_fill", picked, factor) if weights is None else picked * factor
+        return cast(reduce(picked, "... k d -> ... d", "sum"), x.dtype)
 
-    return one_kernel("combine", body, rows, places, *(() if by is None else (by,)))
+    return one_kernel("combine", body, rows, places, *(() if factors is None else (factors,)))
 
 
 def moe(

@@ -35,7 +35,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _wide(x: Tensor) -> Tensor:
+def _to_statistics_dtype(x: Tensor) -> Tensor:
     """Return x cast to the dtype of statistics: kernels compute in fp32 at least."""
     return cast(x, promote(x.dtype, find_dtype("fp32"))) if x.dtype.kind == "float" else x
 
@@ -62,12 +62,12 @@ def layer_norm(x: Tensor, *, affine: bool = True, bias: bool = True, name: str =
     ShapeError
         If `x` is a scalar.
     """
-    names, kept = along(x, -1)
+    names, row = along(x, -1)
     need_flag("layer_norm", affine=affine, bias=bias)
     graph = current_graph(x.graph)
 
     def body(x: Tensor, *params: Tensor) -> Tensor:
-        return normalised(x, f"{names} -> {kept}", *params)[0]
+        return normalised(x, f"{names} -> {row}", *params)[0]
 
     with module(graph, name):
         params = [graph.param("weight", x.sizes[-1:])] if affine else []
@@ -82,7 +82,7 @@ def normalised(
 
     `rows` is the pattern that reduces a row to size 1.
     """
-    wide = _wide(x)
+    wide = _to_statistics_dtype(x)
     mean = save(reduce(wide, rows, "mean"))
     centred = wide - mean
     scale = save(pointwise("rsqrt", reduce(pointwise("square", centred), rows, "mean") + epsilon))
@@ -113,12 +113,12 @@ def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tenso
     ShapeError
         If `x` is a scalar.
     """
-    names, kept = along(x, -1)
+    names, row = along(x, -1)
     need_flag("rms_norm", affine=affine)
     graph = current_graph(x.graph)
 
     def body(x: Tensor, weight: Tensor | None = None) -> Tensor:
-        return of_root(x, f"{names} -> {kept}", weight)[0]
+        return of_root(x, f"{names} -> {row}", weight)[0]
 
     with module(graph, name):
         params = [graph.param("weight", x.sizes[-1:])] if affine else []
@@ -127,7 +127,7 @@ def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tenso
 
 def of_root(x: Tensor, rows: str, weight: Tensor | None = None, *, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Divide rows by their root mean square and scale; also return its reciprocal. `rows` reduces a row to size 1."""
-    wide = _wide(x)
+    wide = _to_statistics_dtype(x)
     scale = save(pointwise("rsqrt", reduce(pointwise("square", wide), rows, "mean") + epsilon))
     y = wide * scale
     return cast(y if weight is None else y * weight, x.dtype), scale
@@ -177,14 +177,14 @@ def batch_norm(x: Tensor, *, affine: bool = True, statistics: str = "auto", name
     _need_channels("batch_norm", x)
     graph = current_graph(x.graph)
 
-    def body(*given: Tensor) -> Tensor:
+    def body(*operands: Tensor) -> Tensor:
         # in the order of the kernel's operands
-        x, mean, variance, *params = map(current_graph(graph).adopt, given)
+        x, mean, variance, *params = map(current_graph(graph).adopt, operands)
         return of_running(x, mean, variance, params)
 
     with module(graph, name):
-        params = [graph.param(what, x.sizes[1:2]) for what in ("weight", "bias")] if affine else []
-        running = [graph.buffer(f"running_{what}", x.sizes[1:2], "fp32") for what in ("mean", "var")]
+        params = [graph.param(param_name, x.sizes[1:2]) for param_name in ("weight", "bias")] if affine else []
+        running = [graph.buffer(f"running_{param_name}", x.sizes[1:2], "fp32") for param_name in ("mean", "var")]
         graph.buffer("num_batches_tracked", (), "int64")
         if statistics == "batch":
             return over_the_batch(x, *running, *params)
@@ -202,29 +202,29 @@ def over_the_batch(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor, n
     """
 
     def body(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
-        y, average, spread, _ = of_the_batch(x, params)
-        return y, *(pointwise("lerp", old, new, 0.1) for old, new in ((mean, average), (variance, spread)))
+        y, batch_mean, batch_variance, _ = of_the_batch(x, params)
+        return y, *(pointwise("lerp", old, new, 0.1) for old, new in ((mean, batch_mean), (variance, batch_variance)))
 
-    made = fused(name, body, x, mean, variance, *params)
-    return made[0] if isinstance(made, tuple) else made
+    results = fused(name, body, x, mean, variance, *params)
+    return results[0] if isinstance(results, tuple) else results
 
 
 def of_the_batch(x: Tensor, params: Sequence[Tensor | None], *, epsilon: float = 1e-5) -> tuple[Tensor, ...]:
     """Normalize channels with batch statistics, scale and shift; also return mean, variance, reciprocal deviation."""
     pattern = f"{' '.join(f'a{i}' for i in range(x.ndim))} -> a1"
-    wide = _wide(x)
-    average = save(reduce(wide, pattern, "mean"))
-    centred = wide - _along_channels(average, x)
-    spread = reduce(pointwise("square", centred), pattern, "mean")
-    scale = save(pointwise("rsqrt", spread + epsilon))
-    return _affine(centred * _along_channels(scale, x), params, x), average, spread, scale
+    wide = _to_statistics_dtype(x)
+    mean = save(reduce(wide, pattern, "mean"))
+    centred = wide - _along_channels(mean, x)
+    variance = reduce(pointwise("square", centred), pattern, "mean")
+    scale = save(pointwise("rsqrt", variance + epsilon))
+    return _affine(centred * _along_channels(scale, x), params, x), mean, variance, scale
 
 
 def of_running(
     x: Tensor, mean: Tensor, variance: Tensor, params: Sequence[Tensor | None], *, epsilon: float = 1e-5
 ) -> Tensor:
     """Normalize channels with given statistics, scale and shift."""
-    centred = _wide(x) - _along_channels(mean, x)
+    centred = _to_statistics_dtype(x) - _along_channels(mean, x)
     scale = pointwise("rsqrt", variance + epsilon)
     return _affine(centred * _along_channels(scale, x), params, x)
 
@@ -266,16 +266,18 @@ def group_norm(x: Tensor, groups: object, *, affine: bool = True, name: str = "g
     need_tensor("group_norm", x)
     need_flag("group_norm", affine=affine)
     _need_channels("group_norm", x)
-    graph, many = current_graph(x.graph), positive("group_norm: groups", groups)
-    share = (x.sizes[1] / many).constant
+    graph, group_count = current_graph(x.graph), positive("group_norm: groups", groups)
+    share = (x.sizes[1] / group_count).constant
     if share is not None and (not isinstance(share, int) or share < 1):
-        raise ShapeError(f"group_norm of {x!r}: {x.sizes[1]} channels in {many} groups, expected a multiple")
+        raise ShapeError(
+            f"group_norm of {x!r}: {x.sizes[1]} channels in {group_count} groups, expected a multiple of the groups"
+        )
 
     def body(x: Tensor, *params: Tensor) -> Tensor:
-        return of_groups(x, many, params)[0]
+        return of_groups(x, group_count, params)[0]
 
     with module(graph, name):
-        params = [graph.param(what, x.sizes[1:2]) for what in ("weight", "bias")] if affine else []
+        params = [graph.param(param_name, x.sizes[1:2]) for param_name in ("weight", "bias")] if affine else []
         return one_kernel("norm", body, x, *params)
 
 
@@ -284,17 +286,17 @@ def of_groups(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize groups, then scale and shift by channel; also return mean and reciprocal deviation."""
     rows = f"{' '.join(f'a{i}' for i in range(x.ndim + 1))} -> a0 a1"
-    each = (x.sizes[0], groups, *(1,) * (x.ndim - 1))
-    wide = reshape(_wide(x), (x.sizes[0], groups, x.sizes[1] / groups, *x.sizes[2:]))
+    group_shape = (x.sizes[0], groups, *(1,) * (x.ndim - 1))
+    wide = reshape(_to_statistics_dtype(x), (x.sizes[0], groups, x.sizes[1] / groups, *x.sizes[2:]))
     mean = save(reduce(wide, rows, "mean"))
-    centred = wide - reshape(mean, each)
+    centred = wide - reshape(mean, group_shape)
     scale = save(pointwise("rsqrt", reduce(pointwise("square", centred), rows, "mean") + epsilon))
-    return _affine(reshape(centred * reshape(scale, each), x.sizes), params, x), mean, scale
+    return _affine(reshape(centred * reshape(scale, group_shape), x.sizes), params, x), mean, scale
 
 
 def _need_channels(place: str, x: Tensor) -> None:
     if x.ndim < 2:
-        raise ShapeError(f"{place} of {x!r}: expected two axes at least, the second that of the channels")
+        raise ShapeError(f"{place} of {x!r}: expected at least two axes, channels second")
 
 
 def _along_channels(t: Tensor, x: Tensor) -> Tensor:

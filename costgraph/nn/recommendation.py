@@ -104,10 +104,10 @@ def dot_interaction(x: Tensor, *, itself: bool = False, name: str = "interaction
     count = x.sizes[1]
     pairs = count * (count + (1 if itself else -1)) / 2
     if pairs.constant is not None and pairs.constant < 1:
-        raise ShapeError(f"dot_interaction of {x!r}: expected two vectors at least")
+        raise ShapeError(f"dot_interaction of {x!r}: expected at least two vectors")
     graph = current_graph(x.graph)
     with module(graph, name):
         square = einsum(x, x, "b n d, b m d -> b n m", name="matmul")
-        places = graph.buffer("pairs", (pairs,), "int64")
+        pair_ids = graph.buffer("pairs", (pairs,), "int64")
         flat = reshape(square, (x.sizes[0], count * count), name="flat")
-        return take_along(flat, expand(places, "p -> b p", b=x.sizes[0]), name="pick")
+        return take_along(flat, expand(pair_ids, "p -> b p", b=x.sizes[0]), name="pick")

@@ -94,26 +94,26 @@ def recurrence(
     ((B, S, D), 2*B*D*S, 8*B*D*S + 8*B*D)
     """
     need_call(f"recurrence {name!r}: step", step)
-    given = xs if isinstance(xs, tuple) else (xs,)
-    need_tensor(f"recurrence {name!r}", *given)
-    if not given:
-        raise ShapeError(f"recurrence {name!r} without xs, expected a tensor with an axis of positions")
-    slices = tuple(_moved(f"recurrence {name!r}", t, axis, first=True) for t in given)
+    inputs = xs if isinstance(xs, tuple) else (xs,)
+    need_tensor(f"recurrence {name!r}", *inputs)
+    if not inputs:
+        raise ShapeError(f"recurrence {name!r} without xs, expected a tensor with a position axis")
+    slices = tuple(_move_axis(f"recurrence {name!r}", t, axis, first=True) for t in inputs)
     _, ys = scan(slices[0].sizes[0], step, start, slices if isinstance(xs, tuple) else slices[0], name=name)
     if isinstance(ys, tuple):
-        return tuple(_moved(f"recurrence {name!r}", y, axis, first=False) for y in ys)
-    return _moved(f"recurrence {name!r}", ys, axis, first=False)
+        return tuple(_move_axis(f"recurrence {name!r}", y, axis, first=False) for y in ys)
+    return _move_axis(f"recurrence {name!r}", ys, axis, first=False)
 
 
-def _moved(place: str, t: Tensor, axis: int, *, first: bool) -> Tensor:
+def _move_axis(place: str, t: Tensor, axis: int, *, first: bool) -> Tensor:
     """Return a view with the position axis moved to the front, or back."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -t.ndim <= axis < t.ndim:
         raise ShapeError(f"{place}: axis {axis!r} of {t!r}, expected an integer from {-t.ndim} to {t.ndim - 1}")
     names = [f"a{i}" for i in range(t.ndim)]
-    moved = [*names]
-    moved.insert(0, moved.pop(axis % t.ndim))
-    before, after = (names, moved) if first else (moved, names)
-    return t if before == after else rearrange(t, f"{' '.join(before)} -> {' '.join(after)}")
+    moved_names = [*names]
+    moved_names.insert(0, moved_names.pop(axis % t.ndim))
+    old_names, new_names = (names, moved_names) if first else (moved_names, names)
+    return t if old_names == new_names else rearrange(t, f"{' '.join(old_names)} -> {' '.join(new_names)}")
 
 
 @contextmanager
@@ -213,8 +213,8 @@ def token_shift(x: Tensor, *, name: str = "shift") -> Tensor:
     need_tensor(f"token_shift {name!r}", x)
     if x.ndim < 2:
         raise ShapeError(f"token_shift of {x!r}: expected at least two axes (batch, positions)")
-    after = pad(x, 1, 1, x.sizes[1] + 1, causal=True, name=name)
-    return slice_axis(after, 1, 0, x.sizes[1], name=f"{name}.before")
+    padded = pad(x, 1, 1, x.sizes[1] + 1, causal=True, name=name)
+    return slice_axis(padded, 1, 0, x.sizes[1], name=f"{name}.before")
 
 
 def cumulative_sum(x: Tensor, axis: int = -1, *, name: str = "cumulative_sum") -> Tensor:
@@ -257,11 +257,11 @@ def running(x: Tensor, axis: int, function: str, first: float, name: str, backwa
     """Accumulate a binary function along an axis in one kernel, starting from `first`."""
 
     def body(x: Tensor) -> Tensor:
-        start = fill(_moved(name, x, axis, first=True).shape[1:], first, dtype=x.dtype)
+        start = fill(_move_axis(name, x, axis, first=True).shape[1:], first, dtype=x.dtype)
 
         def step(so_far: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-            made = pointwise(function, so_far, x)
-            return made, made
+            total = pointwise(function, so_far, x)
+            return total, total
 
         return recurrence(step, start, x, axis=axis, name="sum" if function == "add" else function)
 
@@ -304,18 +304,18 @@ def head_norm(x: Tensor, *, bias: bool = False, name: str = "head_norm") -> Tens
     if x.ndim < 2:
         raise ShapeError(f"head_norm of {x!r}: expected at least two axes (heads, size)")
     graph = current_graph(x.graph)
-    merged = (*x.sizes[:-2], x.sizes[-2] * x.sizes[-1])
+    merged_shape = (*x.sizes[:-2], x.sizes[-2] * x.sizes[-1])
     names = " ".join(f"a{i}" for i in range(x.ndim - 1))
 
     def body(x: Tensor, weight: Tensor, shift: Tensor | None = None) -> Tensor:
         wide = cast(x, promote(x.dtype, find_dtype("fp32")))
         centred = wide - save(reduce(wide, f"{names} k -> {names} 1", "mean"))
         variance = reduce(pointwise("square", centred), f"{names} k -> {names} 1", "mean")
-        y = reshape(centred * save(pointwise("rsqrt", variance + 1e-5)), merged) * weight
+        y = reshape(centred * save(pointwise("rsqrt", variance + 1e-5)), merged_shape) * weight
         return cast(y if shift is None else y + shift, x.dtype)
 
     with module(graph, name):
-        params = [graph.param(n, merged[-1:]) for n in (("weight", "bias") if bias else ("weight",))]
+        params = [graph.param(n, merged_shape[-1:]) for n in (("weight", "bias") if bias else ("weight",))]
         return one_kernel("norm", body, x, *params)
 
 
@@ -357,8 +357,8 @@ def lstm(x: Tensor, hidden: object, *, bias: bool = True, name: str = "lstm") ->
     (4*D*E + 4*E**2 + 8*E, 8*B*D*E*S + 8*B*E**2*S)
     """
 
-    def cell(made: Tensor, given: Tensor, c: Tensor) -> tuple[Tensor, ...]:
-        i, f, g, o = split(made + given, (c.sizes[-1],) * 4)
+    def cell(state_gates: Tensor, input_gates: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        i, f, g, o = split(state_gates + input_gates, (c.sizes[-1],) * 4)
         c = pointwise("fma", sigmoid(f), c, sigmoid(i) * tanh(g))
         return sigmoid(o) * tanh(c), c
 
@@ -393,9 +393,9 @@ def gru(x: Tensor, hidden: object, *, bias: bool = True, name: str = "gru") -> T
     (3*D*E + 3*E**2 + 6*E, 6*B*D*E*S + 6*B*E**2*S)
     """
 
-    def cell(made: Tensor, given: Tensor, h: Tensor) -> tuple[Tensor, ...]:
-        r, z, n = split(made, (h.sizes[-1],) * 3)
-        reset, update, new = split(given, (h.sizes[-1],) * 3)
+    def cell(state_gates: Tensor, input_gates: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        r, z, n = split(state_gates, (h.sizes[-1],) * 3)
+        reset, update, new = split(input_gates, (h.sizes[-1],) * 3)
         n = tanh(pointwise("fma", sigmoid(reset + r), n, new))
         return (pointwise("fma", sigmoid(update + z), h - n, n),)
 
@@ -420,21 +420,21 @@ def _recurrent_layer(
     width = positive(f"{name}: hidden", hidden)
     graph = current_graph(x.graph)
     with module(graph, name):
-        given = linear(x, "b s d -> b s f", f=gates * width, bias=bias, name="input")
+        input_gates = linear(x, "b s d -> b s f", f=gates * width, bias=bias, name="input")
         with module(graph, "state"):
-            own = [graph.param("weight", (width, gates * width))]
-            own += [graph.param("bias", (gates * width,))] if bias else []
+            weights = [graph.param("weight", (width, gates * width))]
+            weights += [graph.param("bias", (gates * width,))] if bias else []
         start = tuple(initial_state((x.sizes[0], width), x.dtype, name=n) for n in ("h", "c")[:states])
 
         def product(h: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-            made = einsum(h, w, "b e, e f -> b f", name="matmul")
-            return made if b is None else made + b
+            state_gates = einsum(h, w, "b e, e f -> b f", name="matmul")
+            return state_gates if b is None else state_gates + b
 
-        def step(state: tuple[Tensor, ...], given: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        def step(state: tuple[Tensor, ...], input_gates: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
             h, last = state[0], state[-1]
-            made = one_kernel("addmm", product, h, *own, backward="ops") if bias else product(h, *own)
-            after = fused("cell", cell, made, given, last)
-            assert isinstance(after, tuple)
-            return after, after[0]
+            state_gates = one_kernel("addmm", product, h, *weights, backward="ops") if bias else product(h, *weights)
+            next_state = fused("cell", cell, state_gates, input_gates, last)
+            assert isinstance(next_state, tuple)
+            return next_state, next_state[0]
 
-        return recurrence(step, start, given)
+        return recurrence(step, start, input_gates)

@@ -102,25 +102,25 @@ def layers(
     (16, 28)
     """
     place = f"layers {shown(name)}"
-    whole, kinds = positive(f"{place}: count", count), need_list(f"{place}: kinds", kinds)
+    total, kinds = positive(f"{place}: count", count), need_list(f"{place}: kinds", kinds)
     steps = _steps(place, bodies)
-    wrong = next((kind for kind in kinds if not isinstance(kind, str) or kind not in steps), None)
-    if not kinds or wrong is not None:
-        raise GraphError(f"{place}: kinds {shown(wrong if kinds else kinds)}, expected one of {', '.join(steps)}")
+    unknown = next((kind for kind in kinds if not isinstance(kind, str) or kind not in steps), None)
+    if not kinds or unknown is not None:
+        raise GraphError(f"{place}: kinds {shown(unknown if kinds else kinds)}, expected one of {', '.join(steps)}")
     if isinstance(rest, bool) or not isinstance(rest, int) or not 0 <= rest < len(kinds):
         raise GraphError(f"{place}: rest {shown(rest)}, expected a whole number below {len(kinds)}")
     if not is_name(name):
         raise GraphError(f"{place}: expected an identifier as its name")
-    first = x if isinstance(x, tuple) else (x,)
-    need_tensor(place, *first)
+    carries = x if isinstance(x, tuple) else (x,)
+    need_tensor(place, *carries)
     if len(set(kinds)) == 1:
-        made = repeat(whole, steps[kinds[0]], first, name=name)
+        finals = repeat(total, steps[kinds[0]], carries, name=name)
     else:
-        made = repeat((whole - rest) / len(kinds), lambda *x: _run(kinds, steps, x), first, name=name)
+        finals = repeat((total - rest) / len(kinds), lambda *x: _run(kinds, steps, x), carries, name=name)
         if rest:
-            with module(current_graph(made[0].graph), f"{name}_rest"):
-                made = _run(kinds[:rest], steps, made)
-    return made if isinstance(x, tuple) else made[0]
+            with module(current_graph(finals[0].graph), f"{name}_rest"):
+                finals = _run(kinds[:rest], steps, finals)
+    return finals if isinstance(x, tuple) else finals[0]
 
 
 def _steps(place: str, bodies: object) -> dict[str, _Step]:
@@ -132,8 +132,8 @@ def _steps(place: str, bodies: object) -> dict[str, _Step]:
         need_call(f"{place}: body", body)
 
         def run(*x: Tensor) -> tuple[Tensor, ...]:
-            made = body(*x)
-            return made if isinstance(made, tuple) else (made,)
+            returned = body(*x)
+            return returned if isinstance(returned, tuple) else (returned,)
 
         return run
 
@@ -145,8 +145,8 @@ def _run(kinds: Sequence[str], steps: Mapping[str, _Step], x: tuple[Tensor, ...]
 
     def layer(kind: str, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         root = current_graph(x[0].graph).root
-        before, root.layers = root.layers, root.layers | {"/".join(here().levels)}
-        root.note(lambda: setattr(root, "layers", before))
+        previous, root.layers = root.layers, root.layers | {"/".join(here().levels)}
+        root.note(lambda: setattr(root, "layers", previous))
         return steps[kind](*x)
 
     for kind, run in groupby(kinds):

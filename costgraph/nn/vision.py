@@ -111,10 +111,10 @@ def squeeze_excitation(
     need_choice("squeeze_excitation: gate", gate, FUNCTIONS)
     if x.ndim != 4:
         raise ShapeError(f"squeeze_excitation of {x!r}: expected four axes (batch, channels, height, width)")
-    between = positive("squeeze_excitation: squeezed", squeezed)
+    hidden = positive("squeeze_excitation: squeezed", squeezed)
     with module(current_graph(x.graph), name):
         y = reduce(x, "b c h w -> b c", "mean", name="mean")
-        y = pointwise(activation, linear(y, "b c -> b q", q=between, bias=True, name="squeeze"))
+        y = pointwise(activation, linear(y, "b c -> b q", q=hidden, bias=True, name="squeeze"))
         y = pointwise(gate, linear(y, "b q -> b c", c=x.sizes[1], bias=True, name="excite"))
         return x * reshape(y, (*y.sizes, 1, 1), name="scales")
 
@@ -189,17 +189,17 @@ def inverted_residual(
     need_flag("inverted_residual", expand=expand, residual=residual)
     if isinstance(window, bool) or not isinstance(window, int) or window % 2 == 0:
         raise ShapeError(f"inverted_residual {name!r}: window={window!r}, expected an odd integer")
-    middle = positive(f"inverted_residual {name!r}: expanded", expanded)
+    hidden = positive(f"inverted_residual {name!r}: expanded", expanded)
 
     def normed(x: Tensor, channels: object, name: str, **options: object) -> Tensor:
         y = conv(x, "b c h w -> b o h w", o=channels, name=name, **options)  # type: ignore[arg-type]  # checked there
         return batch_norm(y, name=f"{name}/norm")
 
     with module(current_graph(x.graph), name):
-        y = pointwise(activation, normed(x, middle, "expand", window=1)) if expand else x
+        y = pointwise(activation, normed(x, hidden, "expand", window=1)) if expand else x
         padding = dilation * (window - 1) // 2
         y = normed(
-            y, middle, "depthwise", window=window, stride=stride, padding=padding, dilation=dilation, groups=middle
+            y, hidden, "depthwise", window=window, stride=stride, padding=padding, dilation=dilation, groups=hidden
         )
         y = pointwise(activation, y)
         if squeezed is not None:

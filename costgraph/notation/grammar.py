@@ -66,31 +66,31 @@ class _Reader:
         for match in _TOKEN.finditer(text):
             if match.group(4):
                 raise self.error(f"character {match.group(4)!r} at position {match.start(4)}")
-            found = match.group(1) or match.group(2) or match.group(3)
-            self.tokens.append((found, match.start(match.lastindex or 0)))
+            token = match.group(1) or match.group(2) or match.group(3)
+            self.tokens.append((token, match.start(match.lastindex or 0)))
         self.at = 0
         self.depth = 0
         self.terms = 0  # over all intermediate results
 
-    def error(self, what: str) -> PatternError:
+    def error(self, problem: str) -> PatternError:
         return PatternError(
-            f"{self.place}: {what} in {shorten(self.text)}; expected a formula such as '2*B*S + D/H' or a relation "
+            f"{self.place}: {problem} in {shorten(self.text)}; expected a formula such as '2*B*S + D/H' or a relation "
             f"such as 'F >= D'"
         )
 
     def peek(self) -> str:
         return self.tokens[self.at][0] if self.at < len(self.tokens) else ""
 
-    def take(self, *wanted: str) -> str:
+    def take(self, *expected: str) -> str:
         token = self.peek()
-        if token in wanted and token:
+        if token in expected and token:
             self.at += 1
             return token
         return ""
 
-    def need(self, wanted: str) -> None:
-        if not self.take(wanted):
-            raise self.error(f"{self.place_of_next()}, expected {wanted!r}")
+    def need(self, expected: str) -> None:
+        if not self.take(expected):
+            raise self.error(f"{self.place_of_next()}, expected {expected!r}")
 
     def place_of_next(self) -> str:
         if self.at < len(self.tokens):
@@ -102,11 +102,11 @@ class _Reader:
         self.depth += 1
         if self.depth > _DEEPEST:
             raise self.error(f"more than {_DEEPEST} levels of brackets")
-        parts = [self.term()]
+        terms = [self.term()]
         while sign := self.take("+", "-"):
-            parts.append(self.term() if sign == "+" else -self.term())
+            terms.append(self.term() if sign == "+" else -self.term())
         self.depth -= 1
-        return self.checked(total(parts))
+        return self.checked(total(terms))
 
     def term(self) -> Poly:
         out = self.factor()
@@ -182,10 +182,10 @@ class _Reader:
         while self.take(","):
             arguments.append(self.formula())
         self.need(")")
-        most = _MOST_ARGUMENTS if function in _OF_SEVERAL else 1
-        if len(arguments) > most:
-            raise self.error(f"{len(arguments)} arguments of {token}, expected at most {most},")
-        if most == 1 and len(arguments[0].terms) > _MOST_ROUNDED:
+        limit = _MOST_ARGUMENTS if function in _OF_SEVERAL else 1
+        if len(arguments) > limit:
+            raise self.error(f"{len(arguments)} arguments of {token}, expected at most {limit},")
+        if limit == 1 and len(arguments[0].terms) > _MOST_ROUNDED:
             raise self.error(f"{len(arguments[0].terms)} terms in {token}, expected at most {_MOST_ROUNDED},")
         return self.checked(poly(function(*(a.expr for a in arguments))))
 

@@ -16,21 +16,21 @@ __all__ = [
 
 
 def lazy_getattr(
-    package: str, names: Mapping[str, str], entered: Callable[[Any], Any] = lambda found: found
+    package: str, names: Mapping[str, str], entered: Callable[[Any], Any] = lambda member: member
 ) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package.
 
     `names` maps each module within the package to its public names, separated by spaces; a public submodule lists
     itself. `entered` wraps each value before it is returned.
     """
-    homes = {name: module for module, found in names.items() for name in found.split()}
+    homes = {name: module for module, member in names.items() for name in member.split()}
 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = import_module(f"{package}.{homes[name]}")
-        found = module if name == homes[name] else entered(getattr(module, name))
-        setattr(sys.modules[package], name, found)
-        return found
+        member = module if name == homes[name] else entered(getattr(module, name))
+        setattr(sys.modules[package], name, member)
+        return member
 
     return find

@@ -87,19 +87,19 @@ def _affine(token: str, text: str) -> Axes | Affine:
     terms: dict[str, int] = {}
     offset = end = 0
     for match in _TERM.finditer(token):
-        sign, before, what, after = match.groups()
+        sign, before, term, after = match.groups()
         if match.start() != end or (end and not sign):
             break
         end = match.end()
         factor = int(before or 1) * int(after or 1) * (-1 if sign == "-" else 1)
-        if what.isdigit():
-            offset += factor * int(what)
+        if term.isdigit():
+            offset += factor * int(term)
             continue
-        if what in terms or factor < 1 or not is_name(what):
+        if term in terms or factor < 1 or not is_name(term):
             raise PatternError(
                 f"pattern {shorten(text)}: index {shorten(token)}, expected each axis once with a positive factor"
             )
-        terms[what] = factor
+        terms[term] = factor
     if end != len(token) or not terms:
         raise PatternError(
             f"pattern {shorten(text)}: {shorten(token)} is neither a name, 1, (a b) nor an index such as h*2+r"
@@ -109,10 +109,10 @@ def _affine(token: str, text: str) -> Axes | Affine:
     return Affine(tuple(terms.items()), offset)
 
 
-def _operand(part: str, text: str, rank: int | None) -> tuple[Axes | Affine, ...]:
+def _operand(operand: str, text: str, rank: int | None) -> tuple[Axes | Affine, ...]:
     out: list[Axes | Affine] = []
     group: list[str] | None = None
-    for token in _TOKEN.findall(part):
+    for token in _TOKEN.findall(operand):
         if token == "(" and group is None:
             group = []
         elif token == ")" and group is not None:
@@ -138,13 +138,15 @@ def _operand(part: str, text: str, rank: int | None) -> tuple[Axes | Affine, ...
 
 
 def _without_ellipsis(axes: list[Axes | Affine], text: str, rank: int | None) -> tuple[Axes | Affine, ...]:
-    at = [i for i, a in enumerate(axes) if a.names == ("...",)]
-    if not at:
+    positions = [i for i, a in enumerate(axes) if a.names == ("...",)]
+    if not positions:
         return tuple(axes)
-    if len(at) > 1:
-        raise PatternError(f"pattern {shorten(text)}: '...' twice in one operand, expected it once at the most")
+    if len(positions) > 1:
+        raise PatternError(f"pattern {shorten(text)}: '...' twice in one operand, expected at most one")
     if any(_HIDDEN.match(n) for a in axes for n in a.names):
-        raise PatternError(f"pattern {shorten(text)}: names such as '_0' beside '...', expected others: it makes these")
+        raise PatternError(
+            f"pattern {shorten(text)}: names such as '_0' together with '...', which generates them; rename the axes"
+        )
     if rank is None:
         return tuple(axes)
     hidden = rank - (len(axes) - 1)
@@ -152,7 +154,7 @@ def _without_ellipsis(axes: list[Axes | Affine], text: str, rank: int | None) ->
         raise PatternError(f"pattern {shorten(text)}: an operand of {rank} axes, expected at least {len(axes) - 1}")
     # numbered from the last axis, so that operands of different rank align as in NumPy
     names = [Axes((f"_{i}",)) for i in range(hidden - 1, -1, -1)]
-    return tuple(axes[: at[0]] + names + axes[at[0] + 1 :])
+    return tuple(axes[: positions[0]] + names + axes[positions[0] + 1 :])
 
 
 def parse_pattern(text: str, ranks: tuple[int, ...] | None = None, *, scattered: bool = False) -> Pattern:
@@ -179,21 +181,21 @@ def _parsed(text: str, ranks: tuple[int, ...] | None, scattered: bool) -> Patter
     sides = text.split("->")
     if len(sides) != 2:
         raise PatternError(f"pattern {shorten(text)}: expected exactly one '->'")
-    parts = sides[0].split(",")
-    if ranks is not None and len(parts) != len(ranks):
-        raise PatternError(f"pattern {shorten(text)}: describes {len(parts)} operands, got {len(ranks)}")
-    operands = tuple(_operand(p, text, ranks[i] if ranks else None) for i, p in enumerate(parts))
+    operand_texts = sides[0].split(",")
+    if ranks is not None and len(operand_texts) != len(ranks):
+        raise PatternError(f"pattern {shorten(text)}: describes {len(operand_texts)} operands, got {len(ranks)}")
+    operands = tuple(_operand(p, text, ranks[i] if ranks else None) for i, p in enumerate(operand_texts))
     result = _operand(sides[1], text, None)
     if ranks is not None:
-        result = _without_ellipsis(list(result), text, _longest_ellipsis(parts, operands) + len(result) - 1)
+        result = _without_ellipsis(list(result), text, _longest_ellipsis(operand_texts, operands) + len(result) - 1)
     if not scattered:
         _check_names(operands, result, text)
     return Pattern(operands, result)
 
 
-def _longest_ellipsis(parts: Sequence[str], operands: Sequence[Sequence[Axes | Affine]]) -> int:
+def _longest_ellipsis(operand_texts: Sequence[str], operands: Sequence[Sequence[Axes | Affine]]) -> int:
     counts = [sum(_HIDDEN.match(n) is not None for a in o for n in a.names) for o in operands]
-    return max((c for c, p in zip(counts, parts, strict=True) if "..." in p), default=0)
+    return max((c for c, p in zip(counts, operand_texts, strict=True) if "..." in p), default=0)
 
 
 def _check_names(operands: Sequence[Sequence[Axes | Affine]], result: Sequence[Axes | Affine], text: str) -> None:

@@ -15,6 +15,7 @@ import re
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
@@ -40,6 +41,7 @@ __all__ = [
     "guarded",
     "hints_of",
     "rule",
+    "with_earlier_keywords",
     "Count",
     "Size",
     "Text",
@@ -55,6 +57,13 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 K = TypeVar("K")
+#: Earlier spellings of keyword arguments, accepted with a DeprecationWarning until the next release.
+RENAMED_KEYWORDS = {
+    "composed": "eager_ops",
+    "hold": "keep_gathered",
+    "reduce_each": "reduce_every_microbatch",
+    "virtual": "virtual_stages",
+}
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -113,8 +122,8 @@ def rule(hint: Any) -> Rule:
         return _PLAIN[hint]
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        own = [a for a in args[1:] if isinstance(a, Rule)]
-        return own[0] if own else rule(args[0])
+        own_rules = [a for a in args[1:] if isinstance(a, Rule)]
+        return own_rules[0] if own_rules else rule(args[0])
     if origin in (typing.Union, types.UnionType):
         return _either([rule(a) for a in args])
     if origin in _PLAIN:
@@ -129,14 +138,20 @@ def _words(kind: type) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _either(parts: list[Rule]) -> Rule:
+def _either(alternatives: list[Rule]) -> Rule:
     # int is implied by float, and None is merely the default
-    left = [
-        p for p in parts if p is not _PLAIN[types.NoneType] and (p is not _PLAIN[int] or _PLAIN[float] not in parts)
+    shown_rules = [
+        p
+        for p in alternatives
+        if p is not _PLAIN[types.NoneType] and (p is not _PLAIN[int] or _PLAIN[float] not in alternatives)
     ]
-    *others, last = dict.fromkeys(p.expected for p in left)
+    *others, last = dict.fromkeys(p.expected for p in shown_rules)
     text = f"{', '.join(others)} or {last}" if others else last
-    return _ANYTHING if _ANYTHING in parts else Rule(text, lambda v: any(p.holds(v) for p in parts), left[0].error)
+    return (
+        _ANYTHING
+        if _ANYTHING in alternatives
+        else Rule(text, lambda v: any(p.holds(v) for p in alternatives), shown_rules[0].error)
+    )
 
 
 def _holding(origin: type, args: tuple[Any, ...]) -> Rule:
@@ -184,33 +199,33 @@ class _Plan(NamedTuple):
 
     def enter(self, args: tuple[object, ...], named: Mapping[str, object]) -> None:
         """Raise GraphError for the first invalid argument."""
-        for value, (name, asked) in zip(args, self.positional, strict=False):
-            if not asked.holds(value):
-                self.refuse(name, value, asked)
+        for value, (name, annotation) in zip(args, self.positional, strict=False):
+            if not annotation.holds(value):
+                self.refuse(name, value, annotation)
         if self.more is not None and len(args) > len(self.positional):
-            name, asked = self.more
+            name, annotation = self.more
             for i, value in enumerate(args[len(self.positional) :]):
-                if not asked.holds(value):
-                    self.refuse(f"{name}[{i}]", value, asked)
+                if not annotation.holds(value):
+                    self.refuse(f"{name}[{i}]", value, annotation)
         for name, value in named.items():
             if name in self.named and not self.named[name].holds(value):
                 self.refuse(name, value, self.named[name])
 
-    def refuse(self, name: str, value: object, asked: Rule) -> None:
-        raise asked.error(f"{self.place}: {name} is {shown(value)}, expected {asked.expected}")
+    def refuse(self, name: str, value: object, annotation: Rule) -> None:
+        raise annotation.error(f"{self.place}: {name} is {shown(value)}, expected {annotation.expected}")
 
 
 def _plan(function: Callable[..., Any], *, reads: bool = True) -> _Plan:
     hints = _hints(function)
     positional, named, more = [], {}, None
     for p in inspect.signature(function).parameters.values():
-        asked = (_asked if reads else rule)(hints.get(p.name, Any))
+        parameter_rule = (_asked if reads else rule)(hints.get(p.name, Any))
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-            positional.append((p.name, asked))
+            positional.append((p.name, parameter_rule))
         if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD):
-            named[p.name] = asked
+            named[p.name] = parameter_rule
         if p.kind is p.VAR_POSITIONAL:
-            more = (p.name, asked)
+            more = (p.name, parameter_rule)
     place = function.__qualname__.removesuffix(".__init__")
     return _Plan(place, tuple(positional), more, named)
 
@@ -228,11 +243,17 @@ def hints_of(annotated: object) -> dict[str, Any]:
     Fields that a class inherits are read in the module of the class that declares them.
     """
     hints: dict[str, Any] = {}
-    for part in reversed(annotated.__mro__) if isinstance(annotated, type) else (annotated,):
-        home = sys.modules.get(getattr(part, "__module__", None) or _PACKAGE)
-        own = typing.get_type_hints(part, localns=_Names(home, sys.modules[_PACKAGE]), include_extras=True)
-        stated = getattr(part, "__annotations__", {}) if part is annotated else vars(part).get("__annotations__", {})
-        hints |= {name: own[name] for name in stated if name in own} if isinstance(part, type) else own
+    for member in reversed(annotated.__mro__) if isinstance(annotated, type) else (annotated,):
+        home = sys.modules.get(getattr(member, "__module__", None) or _PACKAGE)
+        resolved = typing.get_type_hints(member, localns=_Names(home, sys.modules[_PACKAGE]), include_extras=True)
+        own_annotations = (
+            getattr(member, "__annotations__", {}) if member is annotated else vars(member).get("__annotations__", {})
+        )
+        hints |= (
+            {name: resolved[name] for name in own_annotations if name in resolved}
+            if isinstance(member, type)
+            else resolved
+        )
     return hints
 
 
@@ -266,8 +287,8 @@ def _all_own(value: Any) -> Any:
     """Convert NumPy integers to int, including those in a list."""
     if type(value) not in (list, tuple):
         return _own(value)
-    own = list(map(_own, value))
-    return value if all(map(is_, own, value)) else type(value)(own)
+    converted = list(map(_own, value))
+    return value if all(map(is_, converted, value)) else type(value)(converted)
 
 
 def checked(function: F, *, reads: bool = True) -> F:
@@ -290,6 +311,27 @@ def checked(function: F, *, reads: bool = True) -> F:
     return cast(F, entered)
 
 
+def with_earlier_keywords(function: F) -> F:
+    """Let a function accept the earlier spellings of its keyword arguments, with a DeprecationWarning."""
+    code = inspect.unwrap(function).__code__
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    renamed = {old: new for old, new in RENAMED_KEYWORDS.items() if new in parameters and old not in parameters}
+    if not renamed:
+        return function
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        for old in kwargs.keys() & renamed.keys():
+            new, place = renamed[old], function.__name__
+            if new in kwargs:
+                raise GraphError(f"{place}: {old} and {new} are two names of one argument; pass only {new}")
+            warnings.warn(f"{place}: {old}= is now {new}=", DeprecationWarning, stacklevel=2)
+            kwargs[new] = kwargs.pop(old)
+        return function(*args, **kwargs)
+
+    return cast(F, called)
+
+
 def guard(
     module: types.ModuleType,
     function: Any,
@@ -305,7 +347,7 @@ def guard(
         return function
     if function not in _DOORS:
         name = function.__name__
-        door = around(function) if name in inside else checked(around(function))
+        door = with_earlier_keywords(around(function) if name in inside else checked(around(function)))
         door.__module__ = module.__name__  # so that pickle finds it
         _DOORS[function] = _DOORS[door] = door
     return _DOORS[function]
@@ -348,10 +390,10 @@ guarded()(CostGraphError)  # errors cannot import this module
 T = TypeVar("T")
 
 
-def at_least(least: float, kind: type[int] | type[float] = int) -> Rule:
+def at_least(minimum: float, kind: type[int] | type[float] = int) -> Rule:
     """Return the rule for a number with a lower bound."""
-    asked = rule(kind)
-    return Rule(f"{asked.expected} of at least {least}", lambda value: asked.holds(value) and value >= least)
+    base = rule(kind)
+    return Rule(f"{base.expected} of at least {minimum}", lambda value: base.holds(value) and value >= minimum)
 
 
 def one_of(names: Collection[str]) -> Rule:
@@ -371,59 +413,59 @@ def near(name: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(names)}? " if names else ""
 
 
-def read_record(place: str, given: object, kind: type[T], error: type[CostGraphError] = FormatError) -> T:
+def read_record(place: str, record: object, kind: type[T], error: type[CostGraphError] = FormatError) -> T:
     """Create a dataclass from file contents.
 
     Errors of class `error` name the place, key, value and expectation.
     """
-    return kind(**read_fields(place, given, *_fields(cast(Any, kind)), error))
+    return kind(**read_fields(place, record, *_fields(cast(Any, kind)), error))
 
 
 @cache
 def _fields(kind: Any) -> tuple[dict[str, Any], list[str]]:
     """Return the annotations of a dataclass, and the names of fields with a default."""
-    hints, own = typing.get_type_hints(kind, include_extras=True), fields(kind)
-    optional = [f.name for f in own if f.default is not MISSING or f.default_factory is not MISSING]
-    return {f.name: hints[f.name] for f in own}, optional
+    hints, dataclass_fields = typing.get_type_hints(kind, include_extras=True), fields(kind)
+    optional = [f.name for f in dataclass_fields if f.default is not MISSING or f.default_factory is not MISSING]
+    return {f.name: hints[f.name] for f in dataclass_fields}, optional
 
 
 def read_fields(
     place: str,
-    given: object,
+    values: object,
     hints: Mapping[str, Any],
     optional: Collection[str] = (),
     error: type[CostGraphError] = FormatError,
 ) -> dict[str, Any]:
     """Validate named values by annotations; `read_record` does the same for a dataclass."""
     names = ", ".join(hints)
-    if not isinstance(given, Mapping):
-        raise error(f"{place}: {shown(given)}, expected a record with {names}")
-    for key in given:
+    if not isinstance(values, Mapping):
+        raise error(f"{place}: {shown(values)}, expected a record with {names}")
+    for key in values:
         if key not in hints:
             raise error(f"{place}: key {shown(key)} is unknown, {near(key, hints)}expected {names}")
     for key in hints:
-        if key not in given and key not in optional:
+        if key not in values and key not in optional:
             raise error(f"{place}: no {key!r}, expected {names}")
-    return {key: _value(place, key, value, hints[key], error) for key, value in given.items()}
+    return {key: _value(place, key, value, hints[key], error) for key, value in values.items()}
 
 
 def _value(place: str, key: str, value: object, hint: Any, error: type[CostGraphError]) -> object:
-    asked, inside = rule(hint), f"{place}: {key}"
+    value_rule, key_place = rule(hint), f"{place}: {key}"
     plain = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
     origin, args = typing.get_origin(plain), typing.get_args(plain)
     if origin in (typing.Union, types.UnionType) and type(None) in args:
         (plain,) = (a for a in args if a is not type(None))
         return None if value is None else _value(place, key, value, plain, error)
-    fits, found = True, value
+    fits, converted = True, value
     if isinstance(plain, type) and is_dataclass(plain):
-        found = read_record(inside, value, plain, error)
+        converted = read_record(key_place, value, plain, error)
     elif origin is abc.Mapping and (fits := isinstance(value, Mapping)):
         for name in value:
             if not rule(args[0]).holds(name):
-                raise error(f"{inside}: key {shown(name)}, expected {rule(args[0]).expected}")
-        found = {name: _value(inside, name, part, args[1], error) for name, part in value.items()}
+                raise error(f"{key_place}: key {shown(name)}, expected {rule(args[0]).expected}")
+        converted = {name: _value(key_place, name, item, args[1], error) for name, item in value.items()}
     elif origin is abc.Sequence and (fits := isinstance(value, list)):
-        found = tuple(_value(place, f"{key}[{i}]", part, args[0], error) for i, part in enumerate(value))
-    if not fits or not asked.holds(found):
-        raise error(f"{inside} {shown(value)}, expected {asked.expected}")
-    return found
+        converted = tuple(_value(place, f"{key}[{i}]", item, args[0], error) for i, item in enumerate(value))
+    if not fits or not value_rule.holds(converted):
+        raise error(f"{key_place} {shown(value)}, expected {value_rule.expected}")
+    return converted

@@ -1,6 +1,6 @@
 """Op kinds and the functions that build them, beyond those exported by `costgraph` itself."""
 
-# imported to register their op kinds; models call no function of these
+# imported to register their op kinds; models do not call these modules
 from . import (  # noqa: F401  # isort: skip
     opaque,
     collectives,

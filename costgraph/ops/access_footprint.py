@@ -37,8 +37,8 @@ def at_least(a: Poly, b: Poly) -> bool:
     """Return whether `a >= b` holds for all sizes, for nonnegative amounts."""
     if a == b or not b:  # amounts are nonnegative
         return True
-    least = lower(a - b)
-    return least is not None and least >= 0
+    lower_bound = lower(a - b)
+    return lower_bound is not None and lower_bound >= 0
 
 
 def larger(a: Poly, b: Poly) -> Poly:
@@ -64,9 +64,9 @@ def reached(t: Tensor, sizes: Sizes, restriction: Restriction | None, runs: Sequ
     if restriction is None:
         return numel(list(moving.values()))
     domain, query, key = restriction
-    rest = numel([n for axis, n in moving.items() if axis not in (query, key)])
-    own = {"query": query in moving, "key": key in moving}
-    return rest * domain.reached(sizes[query], sizes[key], t.graph.root.relations, **own)
+    unrestricted = numel([n for axis, n in moving.items() if axis not in (query, key)])
+    reaches = {"query": query in moving, "key": key in moving}
+    return unrestricted * domain.reached(sizes[query], sizes[key], t.graph.root.relations, **reaches)
 
 
 # -- domain propagation ------------------------------------------------------------------------------------------
@@ -77,18 +77,20 @@ def shared(operands: Sequence[Tensor], sizes: Sizes) -> Restriction | None:
 
     Raise ShapeError if operands have different domains, or a domain axis is broadcast.
     """
-    found = None
+    restriction = None
     for t in operands:
         if t.domain is None:
             continue
         domain, *axes = t.domain
         query, key = (i + len(sizes) - t.ndim for i in axes)
-        if any(t.sizes[i] == ONE != sizes[at] for i, at in zip(axes, (query, key), strict=True)):
-            raise ShapeError(f"{t!r} is restricted to a domain, expected its axes {axes[0]} and {axes[1]} not repeated")
-        if found not in (None, (domain, query, key)):
+        if any(t.sizes[i] == ONE != sizes[axis] for i, axis in zip(axes, (query, key), strict=True)):
+            raise ShapeError(
+                f"{t!r} is restricted to a domain, expected its axes {axes[0]} and {axes[1]} not to be broadcast"
+            )
+        if restriction not in (None, (domain, query, key)):
             raise ShapeError("operands restricted to two different domains, expected one")
-        found = domain, query, key
-    return found
+        restriction = domain, query, key
+    return restriction
 
 
 def alike(operands: Sequence[Tensor]) -> Restriction | None:
@@ -112,12 +114,12 @@ def carried(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
         return None
     domain, query, key = x.domain
     if query not in places or key not in places:
-        raise ShapeError(f"{x!r} is restricted to a domain, expected its axes {query} and {key} to stay as they are")
+        raise ShapeError(f"{x!r} is restricted to a domain, expected its axes {query} and {key} unchanged")
     return domain, places.index(query), places.index(key)
 
 
 def carried_parts(
-    x: Tensor, split: int | None, joined: int | None, ranks: tuple[str, Poly]
+    x: Tensor, split: int | None, gathered: int | None, ranks: tuple[str, Poly]
 ) -> tuple[Domain, int, int] | None:
     """Return a local shard's domain, after one axis is split along a mesh axis and another is gathered.
 
@@ -126,11 +128,11 @@ def carried_parts(
     if x.domain is None:
         return None
     domain, query, key = x.domain
-    inner = joined != query or domain.ranks[-1:] == (ranks,)
-    if key in (split, joined) or not inner:
-        raise ShapeError(f"{x!r} is restricted to a domain, expected its axes {query} and {key} to stay as they are")
-    left = domain.ranks[:-1] if joined == query else domain.ranks
-    return replace(domain, ranks=(*left, ranks) if split == query else left), query, key
+    innermost = gathered != query or domain.ranks[-1:] == (ranks,)
+    if key in (split, gathered) or not innermost:
+        raise ShapeError(f"{x!r} is restricted to a domain, expected its axes {query} and {key} unchanged")
+    query_ranks = domain.ranks[:-1] if gathered == query else domain.ranks
+    return replace(domain, ranks=(*query_ranks, ranks) if split == query else query_ranks), query, key
 
 
 def left_over(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
@@ -140,20 +142,26 @@ def left_over(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
     return carried(x, places)
 
 
-def regrouped(sizes: Sizes, axes: Sequence[int], new: Sizes) -> list[int | None]:
+def regrouped(sizes: Sizes, axes: Sequence[int], new_sizes: Sizes) -> list[int | None]:
     """Return the index of each axis in another shape with equal element count, or None.
 
     Element counts cannot tell several size-1 axes apart; they are matched in order.
     """
 
-    def alike(shape: Sizes, size: Poly, behind: Poly) -> list[int]:
-        return [i for i in reversed(range(len(shape))) if shape[i] == size and numel(shape[i + 1 :]) == behind]
+    def alike(shape: Sizes, size: Poly, trailing: Poly) -> list[int]:
+        return [i for i in reversed(range(len(shape))) if shape[i] == size and numel(shape[i + 1 :]) == trailing]
 
-    found: list[int | None] = []
+    new_axes: list[int | None] = []
     for axis in axes:
-        size, behind = sizes[axis], numel(sizes[axis + 1 :])
-        before, after = (alike(shape, size, behind) for shape in (sizes, new))
-        left = [i for i in after if i not in found]
-        nth = before.index(axis)
-        found.append(after[nth] if after[nth:] and after[nth] in left else left[-1] if left else None)
-    return found
+        size, trailing = sizes[axis], numel(sizes[axis + 1 :])
+        old_candidates, new_candidates = (alike(shape, size, trailing) for shape in (sizes, new_sizes))
+        unused = [i for i in new_candidates if i not in new_axes]
+        nth = old_candidates.index(axis)
+        new_axes.append(
+            new_candidates[nth]
+            if new_candidates[nth:] and new_candidates[nth] in unused
+            else unused[-1]
+            if unused
+            else None
+        )
+    return new_axes

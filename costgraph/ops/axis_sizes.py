@@ -35,15 +35,16 @@ def extents_of(
     origin: dict[str, int | None] = dict.fromkeys(extents)
     merged: list[tuple[Axes, Poly, int]] = []
 
-    def place(i: int | None) -> str:
+    def operand_text(i: int | None) -> str:
         return "the given sizes" if i is None else f"operand {i + 1} {operands[i]!r}"
 
     def bind(name: str, size: Poly, i: int) -> None:
-        known = extents.setdefault(name, size)
+        bound_size = extents.setdefault(name, size)
         origin.setdefault(name, i)
-        if not graph.same(known, size):
+        if not graph.same(bound_size, size):
             raise ShapeError(
-                f"axis {name!r} has size {known} in {place(origin[name])} and {size} in {place(i)}, expected one size"
+                f"axis {name!r} has size {bound_size} in {operand_text(origin[name])} and {size} in "
+                f"{operand_text(i)}, expected one size"
             )
 
     for i, t in enumerate(operands):
@@ -58,14 +59,14 @@ def extents_of(
             if len(dim.names) == 1:
                 bind(dim.names[0], size, i)
             elif not dim.names and size != ONE:
-                raise ShapeError(f"{place(i)}: an axis of size {size} where the pattern has 1")
+                raise ShapeError(f"{operand_text(i)}: an axis of size {size} where the pattern has 1")
             else:
                 merged.append((dim, size, i))
     for dim, size, i in merged:
         try:
             _split(graph, dim, size, extents, partial(bind, i=i))
         except _UnfitError as error:
-            raise ShapeError(f"{place(i)}: {error}") from None
+            raise ShapeError(f"{operand_text(i)}: {error}") from None
     return extents
 
 
@@ -75,17 +76,17 @@ class _UnfitError(Exception):
 
 def _split(graph: Graph, dim: Axes, size: Poly, extents: dict[str, Poly], bind: Callable[[str, Poly], None]) -> None:
     unknown = [n for n in dim.names if n not in extents]
-    known = prod((extents[n] for n in dim.names if n in extents), start=ONE)
+    product = prod((extents[n] for n in dim.names if n in extents), start=ONE)
     if len(unknown) > 1:
-        raise _UnfitError(f"sizes of {' and '.join(unknown)} in {dim} are not known, expected all but one")
+        raise _UnfitError(f"sizes of {' and '.join(unknown)} in {dim} are unknown, expected at most one unknown size")
     if unknown:
-        quotient = size / known
+        quotient = size / product
         value = quotient.constant
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise _UnfitError(f"an axis of size {size} does not split into {dim} with {unknown[0]} = {size}/{known}")
+            raise _UnfitError(f"an axis of size {size} does not split into {dim} with {unknown[0]} = {size}/{product}")
         bind(unknown[0], quotient)
-    elif not graph.same(known, size):
-        raise _UnfitError(f"an axis of size {size}, but {dim} makes {known}")
+    elif not graph.same(product, size):
+        raise _UnfitError(f"an axis of size {size}, but the sizes in {dim} multiply to {product}")
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def need_indexed(
     )
     names = {n for o in pattern.operands for a in o for n in a.names}
     need(set(extents) == names | set(pattern.result_names), f"extents of {shown(', '.join(extents))}")
-    same = operands[0].graph.same
+    equal = operands[0].graph.same
     places = [
         (dim, size, f"operand {i + 1} {t!r}")
         for i, t in enumerate(operands)
@@ -117,17 +118,17 @@ def need_indexed(
     if sizes is not None:
         need(len(sizes) == len(pattern.result), f"sizes of the result of pattern {shown(str(pattern))}")
         places += [(dim, n, "the result") for dim, n in zip(pattern.result, sizes, strict=True)]
-    found = set()
-    for dim, size, where in places:
+    remainders = set()
+    for dim, size, location in places:
         if isinstance(dim, Axes):
-            need(same(prod((extents[n] for n in dim.names), start=ONE), size), f"axis {dim} of {where}")
+            need(equal(prod((extents[n] for n in dim.names), start=ONE), size), f"axis {dim} of {location}")
             continue
-        last = sum((step * (extents[n] - 1) for n, step in dim.terms), start=as_poly(0))
-        room = size - 1 - last - (2 if dim.offset < 0 else 1) * dim.offset
-        found.add(room)
-        beyond = room.constant is not None and room.constant < 0
-        need(not beyond, f"index {dim} of {where} reaches beyond its axis")
-    need(found.issuperset(rooms), "what stated outputs leave over of an axis")
+        last_position = sum((step * (extents[n] - 1) for n, step in dim.terms), start=as_poly(0))
+        room = size - 1 - last_position - (2 if dim.offset < 0 else 1) * dim.offset
+        remainders.add(room)
+        out_of_bounds = room.constant is not None and room.constant < 0
+        need(not out_of_bounds, f"index {dim} of {location} reaches beyond its axis")
+    need(remainders.issuperset(rooms), "positions after the last window")
 
 
 def need_plain(pattern: Pattern) -> None:

@@ -112,10 +112,10 @@ class Collective(Meshed):
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if x.domain is not None and not self.axis:  # on a mesh, the placement accounts for the domain
-            raise ShapeError(f"collective of {x!r}, which is restricted to a domain: expected a whole tensor")
+            raise ShapeError(f"collective of {x!r}, which is restricted to a domain: expected an unrestricted tensor")
         places = [i for i in (self.dim, self.source) if i is not None]
         if x.ndim and max(places) >= x.ndim:
-            raise ShapeError(f"{self.collective} of {x!r} along axis {max(places)}, expected one that it has")
+            raise ShapeError(f"{self.collective} of {x!r} along axis {max(places)}, expected an existing axis")
         sizes = list(x.sizes)
         if sizes:
             sizes[self.dim] *= self.ranks ** COLLECTIVES[self.collective]
@@ -123,11 +123,11 @@ class Collective(Meshed):
                 sizes[self.dim] /= self.ranks
                 sizes[self.source] *= self.ranks
         split = self.dim if self.source is not None or COLLECTIVES[self.collective] < 0 else None
-        joined = self.dim if COLLECTIVES[self.collective] > 0 else self.source
-        domain = carried_parts(x, split, joined, (self.axis, self.ranks))
+        gathered = self.dim if COLLECTIVES[self.collective] > 0 else self.source
+        domain = carried_parts(x, split, gathered, (self.axis, self.ranks))
         if self.inplace:
             if self.collective == "all_to_all" or (self.collective == "reduce_scatter" and self.blocks != ONE):
-                raise ShapeError(f"{self.collective} of {x!r} in place, expected a result that lies in its operand")
+                raise ShapeError(f"{self.collective} of {x!r} in place, expected a result within its operand's storage")
             return [Result(tuple(sizes), x.dtype, x.strides, of=0, offset=x.offset, domain=domain)]
         return [Result(tuple(sizes), x.dtype, domain=domain)]
 
@@ -161,7 +161,7 @@ class LocalShard(Meshed):
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if self.dim >= x.ndim:
-            raise ShapeError(f"part of {x!r} along axis {self.dim}, expected one that it has")
+            raise ShapeError(f"part of {x!r} along axis {self.dim}, expected an existing axis")
         sizes = (*x.sizes[: self.dim], x.sizes[self.dim] / self.ranks, *x.sizes[self.dim + 1 :])
         domain = carried_parts(x, self.dim, None, (self.axis, self.ranks))
         if self.blocks != ONE:
@@ -191,7 +191,7 @@ class Unshard(Meshed):
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if self.dim >= x.ndim or self.blocks != ONE:
-            raise ShapeError(f"around {x!r} along axis {self.dim}, expected a part in one piece along an axis of it")
+            raise ShapeError(f"around {x!r} along axis {self.dim}, expected a contiguous shard along an existing axis")
         sizes = (*x.sizes[: self.dim], x.sizes[self.dim] * self.ranks, *x.sizes[self.dim + 1 :])
         domain = carried_parts(x, None, self.dim, (self.axis, self.ranks))
         return [Result(sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=domain)]
@@ -201,7 +201,7 @@ def need_of_all(place: str, graph: Graph) -> None:
     """Raise GraphError unless a value is an all-device graph, not a per-rank graph."""
     need_graph(place, graph)
     if graph.sharding is not None or any(isinstance(op.kind, Meshed) and op.kind.axis for op in graph.walk()):
-        raise GraphError(f"{place}: graph {graph.name!r} is that of one rank already, expected one of all devices")
+        raise GraphError(f"{place}: graph {graph.name!r} is already the graph of one rank, expected an unsharded graph")
 
 
 def collective(x: Tensor, collective: str, ranks: object, *, name: str = "") -> Tensor:
@@ -277,11 +277,11 @@ class Pack(OpKind):
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the buffer."""
         if len(operands) < 2:
-            raise ShapeError(f"pack of {len(operands)} operands, expected a buffer and a tensor at least")
-        buffer, *parts = operands
-        size = total(t.numel for t in parts)
-        if not buffer.graph.same(buffer.numel, size) or any(t.dtype != buffer.dtype for t in parts):
-            raise ShapeError(f"pack of {parts!r} into {buffer!r}, expected one format and {size} elements")
+            raise ShapeError(f"pack of {len(operands)} operands, expected a buffer and at least one tensor")
+        buffer, *tensors = operands
+        size = total(t.numel for t in tensors)
+        if not buffer.graph.same(buffer.numel, size) or any(t.dtype != buffer.dtype for t in tensors):
+            raise ShapeError(f"pack of {tensors!r} into {buffer!r}, expected one format and {size} elements")
         return [itself(buffer)]
 
     def overwrites(self) -> tuple[int, ...]:
@@ -323,7 +323,7 @@ class Merge(OpKind):
         rules.need_operands(self, operands, 1)
         (ends,) = operands
         if ends.ndim != 1 or ends.dtype.kind != "int":
-            raise ShapeError(f"rows that end at {ends!r}: expected integers (ranks * experts,)")
+            raise ShapeError(f"row offsets {ends!r}: expected integers (ranks * experts,)")
         rows = [Result((self.rows,), find_dtype("int64"))] * (3 if self.owners else 2)
         return [Result((ends.sizes[0] / self.ranks,), ends.dtype), *rows]
 

@@ -90,37 +90,37 @@ def best_orders(
     """
     n = len(axes)
     if n > _MOST_OPERANDS:
-        raise GraphError(f"einsum of {n} operands: expected order=, as at most {_MOST_OPERANDS} are searched")
-    everything = frozenset(range(n))
+        raise GraphError(f"einsum of {n} operands: pass order=, as at most {_MOST_OPERANDS} operands are searched")
+    all_operands = frozenset(range(n))
 
-    def kept(part: frozenset[int]) -> frozenset[str]:
-        outside = result.union(*(axes[i] for i in everything - part))
-        return frozenset().union(*(axes[i] for i in part)) & outside if part != everything else result
+    def kept_axes(subset: frozenset[int]) -> frozenset[str]:
+        needed = result.union(*(axes[i] for i in all_operands - subset))
+        return frozenset().union(*(axes[i] for i in subset)) & needed if subset != all_operands else result
 
     def cost(a: frozenset[int], b: frozenset[int]) -> Poly:
-        before = (axes[min(a)] if len(a) == 1 else kept(a)) | (axes[min(b)] if len(b) == 1 else kept(b))
-        points = prod((extents[x] for x in sorted(before)), start=ONE)
-        return 2 * points if before - kept(a | b) else points
+        involved = (axes[min(a)] if len(a) == 1 else kept_axes(a)) | (axes[min(b)] if len(b) == 1 else kept_axes(b))
+        points = prod((extents[x] for x in sorted(involved)), start=ONE)
+        return 2 * points if involved - kept_axes(a | b) else points
 
     best: dict[frozenset[int], list[tuple[Poly, Tree]]] = {frozenset([i]): [(ZERO, i)] for i in range(n)}
     for size in range(2, n + 1):
-        for part in map(frozenset, combinations(range(n), size)):
-            found = []
-            first = min(part)
+        for subset in map(frozenset, combinations(range(n), size)):
+            candidates = []
+            first = min(subset)
             for k in range(size - 1):
-                for rest in combinations(sorted(part - {first}), k):
-                    a = frozenset((first, *rest))
-                    b = part - a
-                    here = cost(a, b)
-                    found += [(x + y + here, (s, t)) for x, s in best[a] for y, t in best[b]]
-            best[part] = prune(found, relations, largest=False)
-    top = best[everything]
+                for others in combinations(sorted(subset - {first}), k):
+                    a = frozenset((first, *others))
+                    b = subset - a
+                    product_cost = cost(a, b)
+                    candidates += [(x + y + product_cost, (s, t)) for x, s in best[a] for y, t in best[b]]
+            best[subset] = prune(candidates, relations, largest=False)
+    top = best[all_operands]
     flops = top[0][0] if len(top) == 1 else atom(Min(*(p.expr for p, _ in top)))
-    spaces = [_space(tree, axes, kept, extents)[1] for tree in _ordinary(top)]
+    spaces = [_intermediate_elements(tree, axes, kept_axes, extents)[1] for tree in _optimal_above_one(top)]
     return ContractionOrders([_path(tree, n) for _, tree in top], flops, poly(Max(*(s.expr for s in spaces))))
 
 
-def _ordinary(orders: list[tuple[Poly, Tree]]) -> list[Tree]:
+def _optimal_above_one(orders: list[tuple[Poly, Tree]]) -> list[Tree]:
     """Drop orders that are optimal only for size 1, where an outer product is as small as any other."""
     names = {k for p, _ in orders for k in p.generators() if k[0] != "~"}
     larger = {k: Poly({((k, 1),): 1}) + 1 for k in names}
@@ -147,18 +147,18 @@ def _path(tree: Tree, n: int) -> Path:
     return tuple(steps)
 
 
-def _space(
+def _intermediate_elements(
     tree: Tree,
     axes: Sequence[frozenset[str]],
-    kept: Callable[[frozenset[int]], frozenset[str]],
+    kept_axes: Callable[[frozenset[int]], frozenset[str]],
     extents: Mapping[str, Poly],
 ) -> tuple[frozenset[int], Poly]:
     """Return a tree's operands and the elements in its intermediates, without its own result."""
     if isinstance(tree, int):
         return frozenset([tree]), ZERO
-    (a, x), (b, y) = (_space(t, axes, kept, extents) for t in tree)
-    own = [prod((extents[n] for n in sorted(kept(p))), start=ONE) for p in (a, b) if len(p) > 1]
-    return a | b, sum([x, y, *own], start=ZERO)
+    (a, x), (b, y) = (_intermediate_elements(t, axes, kept_axes, extents) for t in tree)
+    intermediates = [prod((extents[n] for n in sorted(kept_axes(p))), start=ONE) for p in (a, b) if len(p) > 1]
+    return a | b, sum([x, y, *intermediates], start=ZERO)
 
 
 # -- op kind -----------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Einsum(WorkspaceKind):
             for dim, size in zip(pattern.operands[i], t.sizes, strict=True):
                 if isinstance(dim, Axes) and not t.graph.same(prod((extents[n] for n in dim.names), start=ONE), size):
                     raise ShapeError(
-                        f"operand {i + 1} {t!r}: an axis of size {size} where the pattern {dim} makes another"
+                        f"operand {i + 1} {t!r}: an axis of size {size} does not match {dim} in the pattern"
                     )
         _need_one_domain(pattern, operands, self.domain)
         domain = _result_domain(pattern, self.domain)
@@ -227,18 +227,18 @@ class Einsum(WorkspaceKind):
         With complex operands, count 8 and 6.
         """
         if any(t.dtype.kind == "complex" for t in op.operands):
-            return self._of_numbers(op) * (4 if self.summed else 6)
-        return self._of_numbers(op)
+            return self._real_flops(op) * (4 if self.summed else 6)
+        return self._real_flops(op)
 
-    def _of_numbers(self, op: Op) -> Flops:
+    def _real_flops(self, op: Op) -> Flops:
         if self.orders is not None:
             return Flops(matmul=self.orders) if self.summed else Flops(pointwise=self.orders)
-        full = executed = prod(self.extents.values(), start=ONE)
+        full_points = executed = prod(self.extents.values(), start=ONE)
         if self.domain is not None:
             domain, query, key = self.domain
-            others = prod((n for name, n in self.extents.items() if name not in (query, key)), start=ONE)
-            executed = others * domain.points(self.extents[query], self.extents[key], op.graph.root.relations)
-        return Flops(matmul=2 * executed, full=2 * full) if self.summed else Flops(pointwise=executed)
+            other_points = prod((n for name, n in self.extents.items() if name not in (query, key)), start=ONE)
+            executed = other_points * domain.points(self.extents[query], self.extents[key], op.graph.root.relations)
+        return Flops(matmul=2 * executed, full=2 * full_points) if self.summed else Flops(pointwise=executed)
 
     def least(self, op: Op) -> Poly:
         """Return the matmul FLOPs of the convolution algorithm with the fewest products, without its transforms.
@@ -251,10 +251,10 @@ class Einsum(WorkspaceKind):
         executed = self.flops(op).matmul
         if self.orders is not None or self.domain is not None or not executed:
             return executed
-        found = dict(_window_products(self.pattern, self.extents))
-        inside = {name for pair in found for name in pair}
-        others = prod((n for name, n in self.extents.items() if name not in inside), start=2 * ONE)
-        return prod(found.values(), start=others)
+        products = dict(_window_products(self.pattern, self.extents))
+        paired_names = {name for pair in products for name in pair}
+        unpaired = prod((n for name, n in self.extents.items() if name not in paired_names), start=2 * ONE)
+        return prod(products.values(), start=unpaired)
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return the elements that index points reach in each operand."""
@@ -264,59 +264,64 @@ class Einsum(WorkspaceKind):
         """Split axes outside affine indices; a split contracted axis gives partial sums."""
         pattern = self.pattern
         dims = [d for o in (*pattern.operands, pattern.result) for d in o]
-        whole = {n for d in dims if isinstance(d, Affine) for n in d.names}
+        unsplittable = {n for d in dims if isinstance(d, Affine) for n in d.names}
         for side in (*pattern.operands, pattern.result):
             names = [n for d in side for n in d.names]
-            whole |= {n for n in names if names.count(n) > 1}  # diagonals
-        inside = {n for i in range(len(pattern.operands)) for n in pattern.operand_names(i)}
+            unsplittable |= {n for n in names if names.count(n) > 1}  # diagonals
+        operand_axes = {n for i in range(len(pattern.operands)) for n in pattern.operand_names(i)}
         labels = [tuple(d.names if isinstance(d, Axes) else () for d in o) for o in (*pattern.operands, pattern.result)]
 
         def local(extents: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
-            own = {n: extents[n] for n in self.extents}
-            made = replace(self, extents=own)
+            local_extents = {n: extents[n] for n in self.extents}
+            local_kind = replace(self, extents=local_extents)
             if self.sizes is not None:
-                stated = zip(labels[-1], pattern.result, self.sizes, strict=True)
-                sizes = [splits.local_of([names], own)[0] if isinstance(d, Axes) else n for names, d, n in stated]
-                made = replace(made, sizes=tuple(sizes))
+                result_dims = zip(labels[-1], pattern.result, self.sizes, strict=True)
+                sizes = [
+                    splits.local_of([names], local_extents)[0] if isinstance(d, Axes) else n
+                    for names, d, n in result_dims
+                ]
+                local_kind = replace(local_kind, sizes=tuple(sizes))
             if self.orders is not None:
                 axes = [frozenset(pattern.operand_names(i)) for i in range(len(pattern.operands))]
-                found = best_orders(axes, frozenset(pattern.result_names), own, op.graph.root.relations)
-                made = replace(made, orders=found.flops, workspace=found.workspace * self.dtype.bits / 8)
-            return made
+                orders = best_orders(axes, frozenset(pattern.result_names), local_extents, op.graph.root.relations)
+                local_kind = replace(local_kind, orders=orders.flops, workspace=orders.workspace * self.dtype.bits / 8)
+            return local_kind
 
         return Split(
             operands=tuple(labels[:-1]),
             results=(labels[-1],),
             extents=self.extents,
             local=local,
-            reduced=dict.fromkeys(inside - set(pattern.result_names), "sum"),
-            whole=frozenset(whole),
+            reduced=dict.fromkeys(operand_axes - set(pattern.result_names), "sum"),
+            whole=frozenset(unsplittable),
             linear=len(op.operands) == 1,
             product=len(op.operands) > 1,
         )
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Check pattern, extents, domain and orders against the operands."""
-        pattern, restriction, several = self.pattern, self.domain, len(operands) > 2
+        pattern, restriction, many = self.pattern, self.domain, len(operands) > 2
         need(bool(operands), "no operand")
-        need((self.orders is not None) == several, f"orders of {len(operands)} operands")
+        need((self.orders is not None) == many, f"orders of {len(operands)} operands")
         need(not self.order or sorted(self.order) == [*range(len(operands))], f"order {self.order}")
         need_indexed(operands, pattern, self.extents, self.sizes, self.rooms)
         if self.sizes is None:
             need_plain(pattern)
-            inside = {n for i in range(len(operands)) for n in pattern.operand_names(i)}
-            need(set(pattern.result_names) <= inside, f"the result of pattern {shown(str(pattern))}")
+            operand_axes = {n for i in range(len(operands)) for n in pattern.operand_names(i)}
+            need(set(pattern.result_names) <= operand_axes, f"the result of pattern {shown(str(pattern))}")
         if restriction is not None:
             domain, query, key = restriction
             need({query, key} <= set(self.extents), f"domain over {shown(query)} and {shown(key)}")
             domain.points(self.extents[query], self.extents[key])  # raises if it cannot be counted
-        need(restriction is not None or all(t.domain is None for t in operands), "no domain, where an operand has one")
-        if several:  # derive the FLOPs of several operands again instead of trusting the file
+        need(
+            restriction is not None or all(t.domain is None for t in operands), "no domain although an operand has one"
+        )
+        if many:  # derive the FLOPs of several operands again instead of trusting the file
             affine = any(isinstance(a, Affine) for o in pattern.operands for a in o)
-            need(not affine and restriction is None, f"{len(operands)} operands with an index or a domain")
+            need(not affine and restriction is None, f"{len(operands)} operands with an affine index or a domain")
             axes = [frozenset(pattern.operand_names(i)) for i in range(len(operands))]
-            found = (best_orders(axes, frozenset(pattern.result_names), self.extents, k) for k in known)
-            need(any(f.flops == self.orders for f in found), f"orders {shown(str(self.orders))}")
+            alternatives = (best_orders(axes, frozenset(pattern.result_names), self.extents, k) for k in known)
+            need(any(f.flops == self.orders for f in alternatives), f"orders {shown(str(self.orders))}")
 
 
 def _window_products(pattern: Pattern, extents: Mapping[str, Poly]) -> Iterator[tuple[tuple[str, str], Poly]]:
@@ -329,14 +334,14 @@ def _window_products(pattern: Pattern, extents: Mapping[str, Poly]) -> Iterator[
         for dim in dims:
             if isinstance(dim, Affine) and len(dim.terms) == 2:
                 pair = dim.names
-                seen = sorted(tuple(name in names[j] for name in pair) for j in range(3) if j != i)
-                if seen == [(False, True), (True, False)]:
+                membership = sorted(tuple(name in names[j] for name in pair) for j in range(3) if j != i)
+                if membership == [(False, True), (True, False)]:
                     yield (pair[0], pair[1]), _products(*((extents[name], step) for name, step in dim.terms))
 
 
-def _products(outer: tuple[Poly, int], inner: tuple[Poly, int]) -> Poly:
+def _products(output: tuple[Poly, int], window: tuple[Poly, int]) -> Poly:
     """Return the minimal products of a window; a strided one splits into one window per phase."""
-    (n, stride), (r, gap) = outer, inner
+    (n, stride), (r, gap) = output, window
     if stride == 1 < gap:
         (n, stride), (r, gap) = (r, gap), (n, stride)
     phases = 1
@@ -351,7 +356,7 @@ def _stated_sizes(pattern: Pattern, extents: Mapping[str, Poly], sizes: Sizes, g
         raise ShapeError(f"result of {len(sizes)} axes, the pattern {pattern} has {len(pattern.result)}")
     for dim, size in zip(pattern.result, sizes, strict=True):
         if isinstance(dim, Axes) and not graph.same(prod((extents[n] for n in dim.names), start=ONE), size):
-            raise ShapeError(f"result: an axis of size {size} where the pattern {dim} makes another")
+            raise ShapeError(f"result: an axis of size {size} does not match {dim} in the pattern")
     return sizes
 
 
@@ -385,7 +390,9 @@ def _need_one_domain(pattern: Pattern, operands: Sequence[Tensor], restriction: 
             raise ShapeError("operands restricted to two different domains, expected one")
     indices = [d for dims in pattern.operands for d in dims if isinstance(d, Affine)]
     if restriction is not None and any(set(d.names) & set(restriction[1:]) for d in indices):
-        raise ShapeError(f"domain over {' and '.join(restriction[1:])}, one of which is in an index: expected axes")
+        raise ShapeError(
+            f"domain over {' and '.join(restriction[1:])}, one of which is in an affine index: expected plain axes"
+        )
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------
@@ -401,24 +408,24 @@ def _slide(pattern: Pattern, operands: Sequence[Tensor], extents: dict[str, Poly
         for dim, size in zip(pattern.operands[i], t.sizes, strict=True):
             if not isinstance(dim, Affine):
                 continue
-            where = f"operand {i + 1} {t!r}, index {dim}"
+            location = f"operand {i + 1} {t!r}, index {dim}"
             unknown = [(n, step) for n, step in dim.terms if n not in extents]
             if len(unknown) > 1:
                 names = " and ".join(n for n, _ in unknown)
-                raise ShapeError(f"{where}: sizes of {names} are not known, expected all but one")
-            last = sum((step * (extents[n] - 1) for n, step in dim.terms if n in extents), start=poly(0))
+                raise ShapeError(f"{location}: sizes of {names} are unknown, expected at most one unknown size")
+            last_position = sum((step * (extents[n] - 1) for n, step in dim.terms if n in extents), start=poly(0))
             # a negative offset pads both sides, a positive one skips positions at the start only
-            room = size - 1 - last - (2 if dim.offset < 0 else 1) * dim.offset
+            room = size - 1 - last_position - (2 if dim.offset < 0 else 1) * dim.offset
             if unknown:
                 name, step = unknown[0]
                 extents[name] = windows_along(room + 1, 0, step)
                 room = poly(0)
             elif room.constant is None:
                 rooms.append(room)
-            known = extents[unknown[0][0]] if unknown else room + 1
-            if known.constant is not None and known.constant < 1:
+            extent = extents[unknown[0][0]] if unknown else room + 1
+            if extent.constant is not None and extent.constant < 1:
                 raise ShapeError(
-                    f"{where}: reaches beyond an axis of size {size}, expected a smaller window or more padding"
+                    f"{location}: reaches beyond an axis of size {size}, expected a smaller window or more padding"
                 )
     return tuple(rooms)
 
@@ -496,7 +503,7 @@ def einsum(
     if len(tensors) > 2:
         return _chain(graph, tensors, kind, order, name)
     if order is not None:
-        raise GraphError("einsum: order of two operands or less, expected three or more")
+        raise GraphError("einsum: order= of fewer than three operands, expected three or more")
     return apply(kind, tensors, name)[0]
 
 
@@ -511,14 +518,16 @@ def contract(tensors: Sequence[Tensor], kind: Einsum, *, name: str = "einsum") -
         return apply(replace(kind, domain=kind.domain or inherited(pattern, tensors)), tensors, name)[0]
     graph = current_graph(tensors[0].graph)
     names = tuple(dict.fromkeys(n for i in range(len(tensors)) for n in pattern.operand_names(i)))
-    kept = tuple(Axes((n,)) for n in names if n in pattern.result_names)
+    kept_axes = tuple(Axes((n,)) for n in names if n in pattern.result_names)
     if kind.sizes is None:
         return _chain(graph, list(tensors), kind, None, name)
-    used = {n: extents[n] for n in names}
-    inner = replace(kind, pattern=Pattern(pattern.operands, kept), extents=used, sizes=None)
-    made = _chain(graph, list(tensors), inner, None, name)
-    last = {n: extents[n] for n in pattern.result_names}
-    return apply(replace(kind, pattern=Pattern((kept,), pattern.result), extents=last), [made], name)[0]
+    contracted_extents = {n: extents[n] for n in names}
+    contraction = replace(kind, pattern=Pattern(pattern.operands, kept_axes), extents=contracted_extents, sizes=None)
+    contracted = _chain(graph, list(tensors), contraction, None, name)
+    result_extents = {n: extents[n] for n in pattern.result_names}
+    return apply(
+        replace(kind, pattern=Pattern((kept_axes,), pattern.result), extents=result_extents), [contracted], name
+    )[0]
 
 
 def _single(x: Tensor, pattern: Pattern, text: str, name: str) -> Tensor:
@@ -532,13 +541,13 @@ def _single(x: Tensor, pattern: Pattern, text: str, name: str) -> Tensor:
 
 
 def _check_axes(pattern: Pattern, extents: dict[str, Poly], text: str) -> None:
-    known = {n for i in range(len(pattern.operands)) for n in pattern.operand_names(i)}
+    operand_axes = {n for i in range(len(pattern.operands)) for n in pattern.operand_names(i)}
     for n in pattern.result_names:
-        if n not in known:
+        if n not in operand_axes:
             raise PatternError(f"pattern {text!r}: axis {n!r} of the result is in no operand")
-    unused = sorted(set(extents) - known)
+    unused = sorted(set(extents) - operand_axes)
     if unused:
-        raise PatternError(f"pattern {text!r}: size given for {unused[0]!r}, which is no axis of it")
+        raise PatternError(f"pattern {text!r}: size given for {unused[0]!r}, which is not one of its axes")
 
 
 def _domain(domain: Domain | None, over: Sequence[str], extents: dict[str, Poly]) -> tuple[Domain, str, str] | None:
@@ -558,13 +567,13 @@ def _domain(domain: Domain | None, over: Sequence[str], extents: dict[str, Poly]
     return domain, over[0], over[1]
 
 
-def _format(tensors: Sequence[Tensor], wanted: object) -> DType:
-    if wanted is not None:
-        return find_dtype(wanted)
-    out = tensors[0].dtype
+def _format(tensors: Sequence[Tensor], dtype: object) -> DType:
+    if dtype is not None:
+        return find_dtype(dtype)
+    common = tensors[0].dtype
     for t in tensors[1:]:
-        out = promote(out, t.dtype)
-    return out
+        common = promote(common, t.dtype)
+    return common
 
 
 def _chain(
@@ -575,31 +584,33 @@ def _chain(
     axes = [frozenset(pattern.operand_names(i)) for i in range(len(tensors))]
     result = frozenset(pattern.result_names)
     if any(isinstance(d, Affine) for o in pattern.operands for d in o) or kind.domain is not None:
-        raise GraphError("einsum: three operands with an affine index or a domain, expected it on two operands")
+        raise GraphError("einsum of three or more operands with an affine index or a domain, expected two operands")
     if order is None:
-        found = best_orders(axes, result, extents, graph.root.relations)
-        if len(found.paths) > 1:
-            space = found.workspace * kind.dtype.bits / 8  # in bytes
-            return apply(replace(kind, orders=found.flops, workspace=space), tensors, name)[0]
-        order = found.paths[0]
+        best = best_orders(axes, result, extents, graph.root.relations)
+        if len(best.paths) > 1:
+            space = best.workspace * kind.dtype.bits / 8  # in bytes
+            return apply(replace(kind, orders=best.flops, workspace=space), tensors, name)[0]
+        order = best.paths[0]
     need_list("einsum: order", order)
-    left = list(zip(tensors, (pattern.operand_names(i) for i in range(len(tensors))), pattern.operands, strict=True))
+    remaining = list(
+        zip(tensors, (pattern.operand_names(i) for i in range(len(tensors))), pattern.operands, strict=True)
+    )
     for step, pair in enumerate(order):
         try:
             i, j = sorted(map(index, pair), reverse=True)
             if not 0 <= j < i:
                 raise IndexError
-            (b, b_names, b_dims), (a, a_names, a_dims) = left.pop(i), left.pop(j)
+            (b, b_names, b_dims), (a, a_names, a_dims) = remaining.pop(i), remaining.pop(j)
         except (ValueError, IndexError, TypeError):
             raise GraphError(
-                f"einsum: order {order!r}, step {step + 1}: expected two positions of what is left"
+                f"einsum: order {order!r}, step {step + 1}: expected two positions among the remaining operands"
             ) from None
-        needed = result.union(*(names for _, names, _ in left))
-        kept = tuple(n for n in dict.fromkeys((*a_names, *b_names)) if n in needed)
-        dims = tuple(Axes((n,)) for n in kept) if left else pattern.result
-        used = {n: extents[n] for n in (*a_names, *b_names)}
-        made = apply(replace(kind, pattern=Pattern((a_dims, b_dims), dims), extents=used), [a, b], name)[0]
-        left.append((made, kept, dims))
-    if len(left) != 1:
-        raise GraphError(f"einsum: order {order!r} leaves {len(left)} tensors, expected pairs until one is left")
-    return left[0][0]
+        needed = result.union(*(names for _, names, _ in remaining))
+        kept_names = tuple(n for n in dict.fromkeys((*a_names, *b_names)) if n in needed)
+        dims = tuple(Axes((n,)) for n in kept_names) if remaining else pattern.result
+        pair_extents = {n: extents[n] for n in (*a_names, *b_names)}
+        product = apply(replace(kind, pattern=Pattern((a_dims, b_dims), dims), extents=pair_extents), [a, b], name)[0]
+        remaining.append((product, kept_names, dims))
+    if len(remaining) != 1:
+        raise GraphError(f"einsum: order {order!r} leaves {len(remaining)} tensors, expected pairs until one is left")
+    return remaining[0][0]

@@ -80,23 +80,23 @@ _LINEAR = ("add", "sub", "neg", "copy", "cast")
 
 def _broadcast(operands: Sequence[Tensor]) -> Sizes:
     rank = max(t.ndim for t in operands)
-    out = []
+    sizes = []
     for i in range(rank):
-        at = [(t, t.sizes[i - rank + t.ndim]) for t in operands if i - rank + t.ndim >= 0]
-        size = next((n for _, n in at if n != ONE), ONE)
-        for t, n in at:
+        axis_sizes = [(t, t.sizes[i - rank + t.ndim]) for t in operands if i - rank + t.ndim >= 0]
+        size = next((n for _, n in axis_sizes if n != ONE), ONE)
+        for t, n in axis_sizes:
             if n != ONE and not t.graph.same(n, size):
                 raise ShapeError(
                     f"axis {i - rank} has sizes {size} and {n} in {' and '.join(map(repr, operands))}, expected equal "
                     f"sizes or 1"
                 )
-        out.append(size)
-    return tuple(out)
+        sizes.append(size)
+    return tuple(sizes)
 
 
-def _format(function: Function, operands: Sequence[Tensor], wanted: DType | None, numbers: str) -> DType:
-    if wanted is not None:
-        return wanted
+def _format(function: Function, operands: Sequence[Tensor], dtype: DType | None, numbers: str) -> DType:
+    if dtype is not None:
+        return dtype
     if function.result == "bool":
         return find_dtype("bool")
     # conditions, masks and fill values do not take part in type promotion
@@ -118,22 +118,22 @@ def _with_numbers(common: DType, numbers: str) -> DType:
     return find_dtype("int64") if numbers == "int" and common.kind == "bool" else common
 
 
-def _kind_of(numbers: Sequence[object]) -> str:
+def _number_category(numbers: Sequence[object]) -> str:
     """Return the highest category among scalars: complex, float, int or bool."""
     if any(isinstance(n, complex) for n in numbers):
         return "complex"
     if all(isinstance(n, bool | np.bool_) for n in numbers):
         return "bool"
-    return "int" if all(map(_is_whole, numbers)) else "float"
+    return "int" if all(map(_is_integer, numbers)) else "float"
 
 
-def _is_whole(number: object) -> bool:
+def _is_integer(number: object) -> bool:
     if isinstance(number, sympy.Expr) and not number.is_number:  # D/H is a float, as in Python
         return is_integral(poly(_exact(number)))
     return isinstance(number, Integral | Poly)  # sizes are integers
 
 
-def _plain(place: str, number: object) -> complex | Poly:
+def _plain_number(place: str, number: object) -> complex | Poly:
     """Return a number as a Python number, or as a formula: both can be saved in files."""
     if isinstance(number, sympy.Expr):
         return _formula(place, number)
@@ -147,10 +147,10 @@ def _plain(place: str, number: object) -> complex | Poly:
 def _formula(place: str, expr: sympy.Expr) -> int | float | Poly:
     """Return a formula of sizes, or its value if it has none; floats count as the decimals that they print."""
     try:
-        found = poly(_exact(expr))
-        if found.names():
-            return found
-        return found.constant if isinstance(found.constant, int) else float(found.expr)
+        formula = poly(_exact(expr))
+        if formula.names():
+            return formula
+        return formula.constant if isinstance(formula.constant, int) else float(formula.expr)
     except (ShapeError, TypeError, ValueError, OverflowError) as error:
         raise ShapeError(f"{place}: number {shown(expr)}: {error}") from None
 
@@ -191,8 +191,8 @@ class Pointwise(OpKind):
 
     def arguments(self, operands: Sequence[T]) -> tuple[complex | Poly | T | None, ...]:
         """Return the function's arguments: operands and scalars in order."""
-        left = iter(operands)
-        return tuple(next(left) if s is None else s for s in self.scalars or (None,) * len(operands))
+        remaining = iter(operands)
+        return tuple(next(remaining) if s is None else s for s in self.scalars or (None,) * len(operands))
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer one result with the broadcast shape."""
@@ -200,7 +200,7 @@ class Pointwise(OpKind):
         need(bool(operands), "no operand")
         numbers = [n for n in self.scalars if n is not None]
         tensors = len(self.scalars) - len(numbers) if self.scalars else len(operands)
-        need(tensors == len(operands), f"scalars {shown(self.scalars)} beside {len(operands)} operands")
+        need(tensors == len(operands), f"scalars {shown(self.scalars)} for {len(operands)} operands")
         if len(operands) + len(numbers) != function.arity:
             raise ShapeError(f"{function.name} of {len(operands) + len(numbers)} operands, expected {function.arity}")
         sizes = _broadcast(operands)
@@ -212,10 +212,10 @@ class Pointwise(OpKind):
             if first.sizes != sizes or first.dtype != result:
                 raise ShapeError(f"in place into {first!r}: expected an operand of the result's shape and format")
             if first.domain != domain:
-                raise ShapeError(f"in place into {first!r}: expected it restricted to a domain as the result is")
+                raise ShapeError(f"in place into {first!r}: expected the domain of the result")
             return [Result(sizes, result, first.strides, of=0, offset=first.offset, domain=domain)]
-        told = operands[0].graph.told
-        strides = elementwise(told(sizes), [(told(t.sizes), told(t.strides)) for t in operands])
+        simplified = operands[0].graph.simplified
+        strides = elementwise(simplified(sizes), [(simplified(t.sizes), simplified(t.strides)) for t in operands])
         return [Result(sizes, result, strides, domain=domain)]
 
     def flops(self, op: Op) -> Flops:
@@ -229,17 +229,17 @@ class Pointwise(OpKind):
 
     def placed(self, op: Op) -> Split:
         """Split any axis but a mask's keys; for a mask without a known domain also not the queries."""
-        last = range(op.results[0].ndim)[-2:] if self.function.name.startswith("causal_mask") else ()
-        last = last[1:] if self.masked is not None else last
+        unsplittable = range(op.results[0].ndim)[-2:] if self.function.name.startswith("causal_mask") else ()
+        unsplittable = unsplittable[1:] if self.masked is not None else unsplittable
         scaled = self.function.name in ("mul", "div") and len(op.operands) == 1
         scaled = scaled and self.scalars[:1] == (None,)
         real = op.results[0].dtype.kind in ("float", "complex")  # rounding and comparing are not linear
-        plain = self.function.name in _LINEAR and not any(s is not None for s in self.scalars)
+        linear = self.function.name in _LINEAR and not any(s is not None for s in self.scalars)
         product = real and self.function.name == "mul" and len(op.operands) == 2
         numbers = op.graph.fused and bool(op.operands[0].ndim) and not any(t.ndim for t in op.operands[1:])
         by_number = real and numbers and len(op.operands) == 2 and self.function.name in ("mul", "div")
-        made = splits.alike(op, whole=last, linear=real and (scaled or plain))
-        return replace(made, product=product, scaled=by_number)
+        rule = splits.alike(op, whole=unsplittable, linear=real and (scaled or linear))
+        return replace(rule, product=product, scaled=by_number)
 
 
 def pointwise(
@@ -290,15 +290,19 @@ def pointwise(
     numbers = [t for t in operands if not isinstance(t, Tensor)]
     # formulas of sizes become numbers when sizes are bound
     if not tensors or not all(isinstance(n, Real | complex | np.bool_ | Poly | sympy.Expr) for n in numbers):
-        given = ", ".join(map(shown, operands))
-        raise GraphError(f"{record.name}: operands ({given}), expected tensors and numbers, one tensor at least")
+        operand_texts = ", ".join(map(shown, operands))
+        raise GraphError(
+            f"{record.name}: operands ({operand_texts}), expected tensors and numbers, at least one tensor"
+        )
     need_flag(record.name, inplace=inplace)
     if inplace and not isinstance(operands[0], Tensor):
         raise GraphError(f"{record.name}: in place into {operands[0]!r}, expected a tensor first")
     kind = Pointwise(
         function=record,
-        scalars=tuple(None if isinstance(t, Tensor) else _plain(record.name, t) for t in operands) if numbers else (),
-        numbers=_kind_of(numbers),
+        scalars=tuple(None if isinstance(t, Tensor) else _plain_number(record.name, t) for t in operands)
+        if numbers
+        else (),
+        numbers=_number_category(numbers),
         inplace=inplace,
         dtype=None if dtype is None else find_dtype(dtype),
     )
@@ -308,8 +312,8 @@ def pointwise(
 def cast(x: Tensor, dtype: object, *, name: str = "cast") -> Tensor:
     """Cast to another dtype: no FLOPs, one read and one write; free if `x` has that dtype."""
     need_tensor("cast", x)
-    wanted = find_dtype(dtype)
-    return x if x.dtype == wanted else pointwise("cast", x, dtype=wanted, name=name)
+    target = find_dtype(dtype)
+    return x if x.dtype == target else pointwise("cast", x, dtype=target, name=name)
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------------

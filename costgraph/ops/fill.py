@@ -145,8 +145,8 @@ class SliceUpdate(OpKind):
             i in axes or x.graph.same(a, b) for i, (a, b) in enumerate(zip(x.sizes, part.sizes, strict=True))
         )
         if not fits or part.storage is not x.storage:
-            where = f"axis {axes[0]}" if len(axes) == 1 else f"axes {axes}"
-            raise ShapeError(f"{part!r} as a part of {x!r}: expected positions of {where} in the same storage")
+            positions = f"axis {axes[0]}" if len(axes) == 1 else f"axes {axes}"
+            raise ShapeError(f"{part!r} as a slice of {x!r}: expected positions of {positions} in the same storage")
         return [itself(x)]
 
     @property
@@ -192,8 +192,8 @@ class Pad(OpKind):
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Check the room against the axis."""
-        left = room(self.full, self.start, operands[0].sizes[self.axis], self.step)
-        need(self.room == left, f"room {shown(str(self.room))}")
+        remaining = room(self.full, self.start, operands[0].sizes[self.axis], self.step)
+        need(self.room == remaining, f"room {shown(str(self.room))}")
 
 
 def fill(shape: Sequence[object], value: complex | Poly = 0, dtype: object = "fp32", *, name: str = "zeros") -> Tensor:
@@ -255,6 +255,6 @@ def pad(
     need_tensor("pad", x)
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise ShapeError(f"pad of {x!r}: step {step!r}, expected a positive integer")
-    at, first, whole = axis_of(x, axis), poly(start), positive("pad: full", full)
-    left = room(whole, first, x.sizes[at], step)
-    return apply(Pad(axis=at, start=first, step=step, full=whole, room=left, causal=causal), [x], name)[0]
+    dim, offset, size = axis_of(x, axis), poly(start), positive("pad: full", full)
+    remaining = room(size, offset, x.sizes[dim], step)
+    return apply(Pad(axis=dim, start=offset, step=step, full=size, room=remaining, causal=causal), [x], name)[0]

@@ -72,12 +72,12 @@ class ViewAs(OpKind):
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if self.what == "complex":
-            need(x.dtype.name in _COMPLEX, f"{x!r} as complex numbers, of {', '.join(_COMPLEX)}")
+            need(x.dtype.name in _COMPLEX, f"{x!r} as complex numbers, which needs {' or '.join(_COMPLEX)}")
             pairs = bool(x.ndim) and x.sizes[-1] == 2 and x.strides[-1] == ONE
-            need(pairs, f"{x!r} as complex numbers, of a last axis of two that are side by side")
+            need(pairs, f"{x!r} as complex numbers, which needs a last axis of size 2 and stride 1")
             strides = tuple(s / 2 for s in x.strides[:-1])
             return [Result(x.sizes[:-1], _COMPLEX[x.dtype.name], strides, of=0, offset=x.offset / 2)]
-        need(x.dtype.kind == "complex", f"{self.what} view of {x!r}, of complex numbers")
+        need(x.dtype.kind == "complex", f"{self.what} view of {x!r}, which needs complex numbers")
         if self.what == "conjugate":
             return [itself(x)]
         strides = (*(2 * s for s in x.strides), ONE)
@@ -85,14 +85,16 @@ class ViewAs(OpKind):
 
     def placed(self, op: Op) -> Split:
         """Split any axis but the real pairs."""
-        return _around(op, min((op.operands[0], op.results[0]), key=lambda t: t.ndim).ndim)
+        return _split_leading_axes(op, min((op.operands[0], op.results[0]), key=lambda t: t.ndim).ndim)
 
 
-def _around(op: Op, count: int, whole: Sequence[int] = ()) -> Split:
+def _split_leading_axes(op: Op, count: int, whole: Sequence[int] = ()) -> Split:
     """Return a rule that splits the leading axes, common to operand and result, except those in `whole`."""
     names = [() if i in whole else (f"a{i}",) for i in range(count)]
-    left, right = ((*names, *(() for _ in range(t.ndim - count))) for t in (op.operands[0], op.results[0]))
-    return splits.across(op, [left], right, lambda extents, ranks: op.kind, linear=True)
+    operand_axes, result_axes = (
+        (*names, *(() for _ in range(t.ndim - count))) for t in (op.operands[0], op.results[0])
+    )
+    return splits.across(op, [operand_axes], result_axes, lambda extents, ranks: op.kind, linear=True)
 
 
 def transform_flops(points: Poly, length: Poly) -> Poly:
@@ -107,7 +109,7 @@ class Fourier(OpKind):
 
     name = "fft"
     takes_complex = True
-    axes: Annotated[tuple[int, ...], Rule("a tuple of different axes, one at least", all_of(is_count))]
+    axes: Annotated[tuple[int, ...], Rule("a tuple of at least one axis, without repetition", all_of(is_count))]
     """Transformed axes; a real transform stores half of the last one."""
     inverse: Flag = False
     """Whether the exponents are positive."""
@@ -128,15 +130,15 @@ class Fourier(OpKind):
         complex_ = x.dtype.kind == "complex"
         to_real = complex_ and self.last is not None
         if to_real or not complex_:
-            what = f"inverse={self.inverse} of {x!r}, which is so to real numbers and not from these"
-            need(self.inverse == to_real, what)
+            description = f"inverse={self.inverse} of {x!r} (True for complex to real, False for real to complex)"
+            need(self.inverse == to_real, description)
         sizes = list(x.sizes)
         if self.last is not None:
             sizes[self.axes[-1]] = self.last
             ends = x.sizes[self.axes[-1]], self.last
-            half, full = (n.constant for n in (ends if to_real else ends[::-1]))
-            if isinstance(half, int) and isinstance(full, int):
-                need(full // 2 + 1 == half, f"half {half} of {full} points")
+            half_points, all_points = (n.constant for n in (ends if to_real else ends[::-1]))
+            if isinstance(half_points, int) and isinstance(all_points, int):
+                need(all_points // 2 + 1 == half_points, f"half {half_points} of {all_points} points")
         if complex_:
             return [Result(tuple(sizes), x.dtype if self.last is None else DTYPES[x.dtype.element])]
         if x.dtype.name not in _COMPLEX:
@@ -147,14 +149,14 @@ class Fourier(OpKind):
         """Count 5*n*ceil(log2(n)) per transform, half of it for real transforms."""
         (x,), (y,) = op.operands, op.results
         real = next((t for t in (x, y) if t.dtype.kind != "complex"), None)
-        whole = x if real is None else real
-        length = prod((whole.sizes[a] for a in self.axes), start=ONE)
+        reference = x if real is None else real
+        length = prod((reference.sizes[a] for a in self.axes), start=ONE)
         share = 1 if real is None else Fraction(1, 2)
-        return Flops(pointwise=transform_flops(whole.numel, length) * share)
+        return Flops(pointwise=transform_flops(reference.numel, length) * share)
 
     def placed(self, op: Op) -> Split:
         """Split the other axes."""
-        return _around(op, op.operands[0].ndim, self.axes)
+        return _split_leading_axes(op, op.operands[0].ndim, self.axes)
 
 
 class Layout(Protocol):
@@ -176,10 +178,12 @@ def joined(operand: Layout, axes: Sequence[int]) -> Poly:
     copy = prod(operand.sizes, start=ONE) * operand.dtype.bytes
     if any(n != ONE and not step for n, step in zip(operand.sizes, operand.strides, strict=True)):
         return copy
-    outer = [i for i, n in enumerate(operand.sizes) if i not in axes and n != ONE]
+    other_axes = [i for i, n in enumerate(operand.sizes) if i not in axes and n != ONE]
     steps, sizes = operand.strides, operand.sizes
-    whole = any(all(steps[i] == steps[j] * sizes[j] for i, j in pairwise(order)) for order in permutations(outer))
-    return ZERO if whole else copy
+    mergeable = any(
+        all(steps[i] == steps[j] * sizes[j] for i, j in pairwise(order)) for order in permutations(other_axes)
+    )
+    return ZERO if mergeable else copy
 
 
 def view_as(x: Tensor, what: str, *, name: str = "") -> Tensor:

@@ -244,7 +244,7 @@ def of_complex(function: Function) -> Function:
     """Return a function with its complex costs; raise UnsupportedError if they are not defined."""
     if function.name not in COMPLEX:
         raise UnsupportedError(
-            f"{function.name} of complex numbers: no rule says what it costs, expected one of {', '.join(COMPLEX)}"
+            f"{function.name} of complex numbers has no cost rule, expected one of {', '.join(COMPLEX)}"
         )
     flops, transcendentals = COMPLEX[function.name]
     return replace(function, flops=flops, transcendentals=transcendentals)

@@ -88,9 +88,9 @@ class TopK(OpKind):
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer values and indices."""
         (x,) = operands
-        left = None if x.ndim == 0 else (x.sizes[-1] - self.k).constant
-        if x.ndim == 0 or (left is not None and left < 0):
-            raise ShapeError(f"top {self.k} of {x!r}: expected a last axis of at least as many")
+        remaining = None if x.ndim == 0 else (x.sizes[-1] - self.k).constant
+        if x.ndim == 0 or (remaining is not None and remaining < 0):
+            raise ShapeError(f"top {self.k} of {x!r}: expected a last axis of at least {self.k}")
         sizes = (*x.sizes[:-1], self.k)
         return [Result(sizes, x.dtype), Result(sizes, find_dtype("int64"))]
 
@@ -120,13 +120,13 @@ class Dispatch(OpKind):
         """Infer rows, end offsets and each choice's row."""
         (ids,) = operands
         if ids.dtype.kind != "int" or ids.ndim == 0:
-            raise ShapeError(f"dispatch of {ids!r}: expected indices of experts (..., k) in an integer format")
+            raise ShapeError(f"dispatch of {ids!r}: expected expert indices (..., k) in an integer format")
         integer, rows = find_dtype("int64"), numel(ids.sizes)
         if self.capacity is not None:
             rows = poly(sympy.ceiling((self.capacity * rows / self.experts).expr)) * self.experts
-        made = [Result((rows,), integer), Result((self.experts,), find_dtype("int32")), Result(ids.sizes, integer)]
-        made += [Result((rows,), integer)] if self.owners else []
-        return made + ([] if self.capacity is None else [Result(ids.sizes, find_dtype("bool"))])
+        results = [Result((rows,), integer), Result((self.experts,), find_dtype("int32")), Result(ids.sizes, integer)]
+        results += [Result((rows,), integer)] if self.owners else []
+        return results + ([] if self.capacity is None else [Result(ids.sizes, find_dtype("bool"))])
 
     def placed(self, op: Op) -> Split | None:
         """Split the choices: each rank sorts its own, with local rows, offsets and places."""
@@ -136,17 +136,17 @@ class Dispatch(OpKind):
         rows = (tuple(n for (n,) in names),)
         extents = {n: size for (n,), size in zip(names, op.operands[0].sizes, strict=True)} | {"e": self.experts}
         results = (rows, (("e",),), names, *([rows] if self.owners else []))
-        return Split((names,), results, extents, lambda own, ranks: self, whole=frozenset({"e", *names[-1]}))
+        return Split((names,), results, extents, lambda local_sizes, ranks: self, whole=frozenset({"e", *names[-1]}))
 
     def flops(self, op: Op) -> Flops:
         """Count one per choice to sort it, one to count it, and the prefix sum over experts."""
         return Flops(pointwise=2 * rules.elements(op.operands[0]) + self.experts)
 
 
-def _products(kind: OpKind, op: Op) -> Flops:
+def _grouped_flops(kind: OpKind, op: Op) -> Flops:
     """Count 2 per row and column of its expert's matrix."""
-    rows, other, _ = op.operands
-    return Flops(matmul=2 * numel(rows.sizes) * other.sizes[-1])
+    rows, columns, _ = op.operands
+    return Flops(matmul=2 * numel(rows.sizes) * columns.sizes[-1])
 
 
 @register
@@ -167,14 +167,14 @@ class GroupedMatmul(OpKind):
 
     def flops(self, op: Op) -> Flops:
         """Count 2 per row and column of its expert's matrix, and operations to unpack weights."""
-        return _products(self, op) + Flops(pointwise=self.unpacked * self.reads(op)[1])
+        return _grouped_flops(self, op) + Flops(pointwise=self.unpacked * self.reads(op)[1])
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer one row per input row."""
         rows, weights, ends = operands
-        same = rows.graph.same
+        equal = rows.graph.same
         fits = (rows.ndim, weights.ndim, ends.ndim) == (2, 3, 1) and ends.dtype.kind == "int"
-        if not fits or not same(rows.sizes[1], weights.sizes[1]) or not same(weights.sizes[0], ends.sizes[0]):
+        if not fits or not equal(rows.sizes[1], weights.sizes[1]) or not equal(weights.sizes[0], ends.sizes[0]):
             raise ShapeError(
                 f"grouped product of {rows!r}, {weights!r} and {ends!r}: expected (rows, d), (experts, d, f) and "
                 f"integers (experts,)"
@@ -196,11 +196,11 @@ class GroupedMatmul(OpKind):
         if self.routing == "balanced":
             weights = smaller(weights, weights / experts * count)
         elif self.routing == "expected":
-            weights = weights / experts * _expected(experts, self.chosen, count / self.chosen)
+            weights = weights / experts * _expected_experts(experts, self.chosen, count / self.chosen)
         return rows, weights, ends
 
 
-def _expected(experts: Poly, chosen: Poly, tokens: Poly) -> Poly:
+def _expected_experts(experts: Poly, chosen: Poly, tokens: Poly) -> Poly:
     """Return the mean number of distinct experts chosen by tokens with independent uniform routing.
 
     A token misses an expert with probability 1 - k/E.
@@ -214,7 +214,7 @@ class GroupedOuter(OpKind):
     """Sum of outer products per expert: rows (R, D) times rows (R, F), a grouped matmul's weight gradient."""
 
     name = "grouped_outer"
-    flops, reads, writes = _products, rules.whole, rules.all_results
+    flops, reads, writes = _grouped_flops, rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer one matrix per expert."""
@@ -316,24 +316,24 @@ def dispatch(
     need_flag("dispatch", owners=owners)
     kind = Dispatch(
         experts=positive("dispatch: experts", experts),
-        capacity=None if capacity is None else _factor("dispatch: capacity", capacity),
+        capacity=None if capacity is None else _positive_factor("dispatch: capacity", capacity),
         owners=owners,
     )
-    tokens, ends, places, *rest = apply(kind, [ids], name)
-    owner = rest.pop(0) if owners else None
-    return Dispatched(tokens, ends, places, owner, rest.pop() if rest else None)
+    tokens, ends, places, *extras = apply(kind, [ids], name)
+    owner = extras.pop(0) if owners else None
+    return Dispatched(tokens, ends, places, owner, extras.pop() if extras else None)
 
 
-def _factor(place: str, value: object) -> Poly:
+def _positive_factor(place: str, value: object) -> Poly:
     """Return a positive number or formula; floats count as the decimals that they print."""
-    wrong = GraphError(f"{place} {shown(value)}, expected a number above 0")
+    error = GraphError(f"{place} {shown(value)}, expected a number above 0")
     try:
-        found = poly(Fraction(str(value)) if isinstance(value, float) else value)
+        factor = poly(Fraction(str(value)) if isinstance(value, float) else value)
     except (ShapeError, ValueError):  # ValueError for inf and nan
-        raise wrong from None
-    if found.constant is not None and found.constant <= 0:
-        raise wrong
-    return found
+        raise error from None
+    if factor.constant is not None and factor.constant <= 0:
+        raise error
+    return factor
 
 
 def grouped(

@@ -66,15 +66,17 @@ def _need_batch(table: Tensor, places: Sequence[Tensor], batch: int) -> None:
     for t in places:
         _need_integers(t)
         if t.ndim != ids.ndim or not all(map(table.graph.same, t.sizes, ids.sizes)):
-            raise ShapeError(f"indices {t!r} beside {ids!r}: expected one shape")
+            raise ShapeError(f"indices {t!r} with {ids!r}: expected equal shapes")
     if len(places) > 1 and (batch or table.ndim < len(places)):
-        raise ShapeError(f"{len(places)} tensors of indices into {table!r}: expected an axis for each, none of a batch")
+        raise ShapeError(
+            f"{len(places)} index tensors into {table!r}: expected a table axis for each and no batch axes"
+        )
     if table.ndim <= batch:
-        least = "one axis" if not batch else f"{batch + 1} axes, {batch} of them of the batch"
-        raise ShapeError(f"rows of {table!r}: expected at least {least}")
+        expected = "one axis" if not batch else f"{batch + 1} axes, {batch} of them batch axes"
+        raise ShapeError(f"rows of {table!r}: expected at least {expected}")
     shared = zip(table.sizes[:batch], ids.sizes[:batch], strict=True) if ids.ndim >= batch else [(None, None)]
     if not all(a is not None and b is not None and table.graph.same(a, b) for a, b in shared):
-        raise ShapeError(f"indices {ids!r} into {table!r}: expected the first {batch} axes of both to be the same")
+        raise ShapeError(f"indices {ids!r} into {table!r}: expected equal sizes on the first {batch} axes of both")
 
 
 Axes = tuple[tuple[str, ...], ...]
@@ -105,9 +107,9 @@ class Indexed(OpKind):
         count, table, ids = len(self.places(op.operands)), op.operands[0], op.operands[1]
         batch = tuple((f"b{i}",) for i in range(self.batch))
         rows = tuple(f"v{i}" for i in range(count))
-        behind = tuple((f"r{i}",) for i in range(table.ndim - self.batch - count))
+        row_axes = tuple((f"r{i}",) for i in range(table.ndim - self.batch - count))
         return (
-            (*batch, *((n,) for n in rows), *behind),
+            (*batch, *((n,) for n in rows), *row_axes),
             (*batch, *((f"i{i}",) for i in range(self.batch, ids.ndim))),
             rows,
         )
@@ -118,11 +120,15 @@ class Indexed(OpKind):
 
     def different(self, ids: Sequence[Tensor]) -> Poly:
         """Return the maximal number of distinct indexed positions; expanded axes count once."""
-        strides = [next((s for s in at if s), ZERO) for at in zip(*(t.strides for t in ids), strict=True)]
+        strides = [
+            next((s for s in axis_strides if s), ZERO) for axis_strides in zip(*(t.strides for t in ids), strict=True)
+        ]
         return distinct(ids[0].sizes[self.batch :], strides[self.batch :]) if ids else ONE
 
 
-def _in_part(kind: Indexed, rows: Sequence[str], extents: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
+def _with_row_shard(
+    kind: Indexed, rows: Sequence[str], extents: Mapping[str, Poly], ranks: Mapping[str, str]
+) -> OpKind:
     """Return the op kind for a rank with a shard of the rows."""
     return replace(kind, part=ranks.get(rows[0], "")) if rows else kind
 
@@ -151,7 +157,7 @@ class Gather(Indexed):
             op,
             [table, *(ids for _ in rows)],
             result,
-            partial(_in_part, self, rows),
+            partial(_with_row_shard, self, rows),
             reduced=reduced,
             once=frozenset(rows),
         )
@@ -163,8 +169,8 @@ class Gather(Indexed):
         moving = [t for t, stride in zip(ids, table.strides[batch:], strict=False) if stride]
         lead = zip(ids[0].sizes[:batch], ids[0].strides[:batch], table.strides[:batch], strict=True)
         rows = prod((n for n, i, t in lead if t or (i and moving)), start=ONE)
-        read = rows * self.different(moving) * distinct(table.sizes[row], table.strides[row])
-        return read, *map(rules.elements, ids)
+        row_elements = rows * self.different(moving) * distinct(table.sizes[row], table.strides[row])
+        return row_elements, *map(rules.elements, ids)
 
 
 @register
@@ -181,27 +187,27 @@ class Scatter(Indexed):
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the updated target."""
         rules.need_operands(self, operands[:3], 3)
-        (target, *_, updates), (ids, *more) = operands, self.places(operands)
-        _need_batch(target, [ids, *more], self.batch)
-        if more and self.mode == "max":
-            raise ShapeError(f"largest of {target!r} by {len(more) + 1} tensors of indices: expected one")
+        (target, *_, updates), (ids, *other_ids) = operands, self.places(operands)
+        _need_batch(target, [ids, *other_ids], self.batch)
+        if other_ids and self.mode == "max":
+            raise ShapeError(f"maximum in {target!r} by {len(other_ids) + 1} index tensors: expected one")
         expected = (*ids.sizes, *target.sizes[self.row(operands)])
         if len(expected) != updates.ndim or not all(map(target.graph.same, expected, updates.sizes)):
             raise ShapeError(
                 f"updates {updates!r}: expected ({', '.join(map(str, expected))}) for {ids!r} into {target!r}"
             )
         if updates.dtype != target.dtype:
-            raise ShapeError(f"updates {updates!r} into {target!r}: expected one number format")
+            raise ShapeError(f"updates {updates!r} into {target!r}: expected the same number format")
         return [itself(target) if self.inplace else Result(target.sizes, target.dtype)]
 
     def placed(self, op: Op) -> Split:
         """Split rows and their contents; split updates only if the target is zero or a partial sum."""
         table, ids, rows = self.names(op)
-        behind = table[self.batch + len(rows) :]
-        own = {n for axis in ids for n in axis} - {n for axis in table for n in axis}
+        row_axes = table[self.batch + len(rows) :]
+        index_axes = {n for axis in ids for n in axis} - {n for axis in table for n in axis}
         return splits.across(
-            op, [table, *(ids for _ in rows), (*ids, *behind)], table, partial(_in_part, self, rows),
-            reduced=dict.fromkeys(own, "sum") if self.mode == "add" else {}, into=0, once=frozenset(rows),
+            op, [table, *(ids for _ in rows), (*ids, *row_axes)], table, partial(_with_row_shard, self, rows),
+            reduced=dict.fromkeys(index_axes, "sum") if self.mode == "add" else {}, into=0, once=frozenset(rows),
             whole=frozenset(rows) if len(rows) > 1 else frozenset(),
         )  # fmt: skip
 
@@ -211,9 +217,9 @@ class Scatter(Indexed):
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return indices and updates, and the target: its rows if they are read in place, or all of a copy."""
-        target, *rest = op.operands
+        target, *others = op.operands
         rows = ZERO if self.mode == "set" else self._rows(op)
-        return (rows if self.inplace else rules.elements(target)), *map(rules.elements, rest)
+        return (rows if self.inplace else rules.elements(target)), *map(rules.elements, others)
 
     def writes(self, op: Op) -> tuple[Poly, ...]:
         """Return the changed rows, or the whole copy."""
@@ -225,8 +231,8 @@ class Scatter(Indexed):
 
     def _rows(self, op: Op) -> Poly:
         """Return the number of target elements that updates reach."""
-        sizes, found = op.operands[0].sizes, self.different(self.places(op.operands))
-        return prod((*sizes[: self.batch], *sizes[self.row(op.operands)]), start=found)
+        sizes, row_count = op.operands[0].sizes, self.different(self.places(op.operands))
+        return prod((*sizes[: self.batch], *sizes[self.row(op.operands)]), start=row_count)
 
 
 @register
@@ -285,10 +291,10 @@ def gather(table: Tensor, ids: Tensor, *, batch: int = 0, name: str = "gather") 
     8*B*D*S + 8*B*S
     """
     need_tensor("gather", table, ids)
-    return apply(Gather(batch=_batch("gather", batch)), [table, ids], name)[0]
+    return apply(Gather(batch=_checked_batch("gather", batch)), [table, ids], name)[0]
 
 
-def _batch(place: str, batch: int) -> int:
+def _checked_batch(place: str, batch: int) -> int:
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 0:
         raise GraphError(f"{place}: batch {batch!r}, expected a number of leading axes")
     return batch
@@ -297,7 +303,7 @@ def _batch(place: str, batch: int) -> int:
 def take_along(x: Tensor, ids: Tensor, *, name: str = "take_along") -> Tensor:
     """Select elements along the last axis: `numpy.take_along_axis(x, ids, -1)`, as a loss selects its targets."""
     need_tensor("take_along", x, ids)
-    return apply(Gather(batch=_last(x, ids)), [x, ids], name)[0]
+    return apply(Gather(batch=_last_axis(x, ids)), [x, ids], name)[0]
 
 
 def reverse(x: Tensor, axes: Sequence[int]) -> Tensor:
@@ -309,10 +315,10 @@ def reverse(x: Tensor, axes: Sequence[int]) -> Tensor:
     return x
 
 
-def _last(x: Tensor, ids: Tensor) -> int:
+def _last_axis(x: Tensor, ids: Tensor) -> int:
     _need_integers(ids)
-    same = x.ndim == ids.ndim > 0 and all(map(x.graph.same, x.sizes[:-1], ids.sizes[:-1]))
-    if not same:
+    fits = x.ndim == ids.ndim > 0 and all(map(x.graph.same, x.sizes[:-1], ids.sizes[:-1]))
+    if not fits:
         raise ShapeError(f"indices {ids!r} along {x!r}: expected the same axes except the last")
     return x.ndim - 1
 
@@ -362,7 +368,9 @@ def scatter(
     need_choice("scatter: mode", mode, ("add", "set", "max"))
     need_flag("scatter", inplace=inplace, along=along)
     need_tensor("scatter", target, ids, updates)
-    kind = Scatter(mode=mode, inplace=inplace, batch=_last(target, ids) if along else _batch("scatter", batch))
+    kind = Scatter(
+        mode=mode, inplace=inplace, batch=_last_axis(target, ids) if along else _checked_batch("scatter", batch)
+    )
     return apply(kind, [target, ids, updates], name)[0]
 
 

@@ -42,10 +42,10 @@ class KeepAlive(OpKind):
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the first operand itself."""
         if not operands:
-            raise GraphError("keep of nothing, expected one operand at least")
+            raise GraphError("keep without operands, expected at least one")
         x = operands[0]
-        need(self.asked in (None, x.dtype), f"{self.asked} asked for of {x!r} in {x.dtype}")
-        need(self.asked is not None or not self.fixed, "a fixed format, and none that is asked for")
+        need(self.asked in (None, x.dtype), f"requested format {self.asked} of {x!r} in {x.dtype}")
+        need(self.asked is not None or not self.fixed, "a fixed format without a requested one")
         return [itself(x)]
 
 

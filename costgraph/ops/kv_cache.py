@@ -86,35 +86,35 @@ class Append(OpKind):
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the cache."""
         rules.need_operands(self, operands, 2)
-        held, new = operands
+        cached, new = operands
         axis = self.axis
-        fits = held.ndim == new.ndim and all(
-            i == axis or held.graph.same(a, b) for i, (a, b) in enumerate(zip(held.sizes, new.sizes, strict=True))
+        fits = cached.ndim == new.ndim and all(
+            i == axis or cached.graph.same(a, b) for i, (a, b) in enumerate(zip(cached.sizes, new.sizes, strict=True))
         )
-        if not fits or not 0 <= axis < held.ndim:
-            raise ShapeError(f"append {new!r} to {held!r}: expected equal sizes on all axes but {axis}")
-        return [itself(held)]
+        if not fits or not 0 <= axis < cached.ndim:
+            raise ShapeError(f"append {new!r} to {cached!r}: expected equal sizes on all axes but {axis}")
+        return [itself(cached)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return the new positions that fit; on a mesh, only the last rank takes them."""
-        return ZERO, distinct(self._latest(op), op.operands[1].strides)
+        return ZERO, distinct(self._written_shape(op), op.operands[1].strides)
 
     def writes(self, op: Op) -> tuple[Poly, ...]:
         """Return the new positions that fit; on a mesh, only the last rank takes them."""
-        return (numel(self._latest(op)),)
+        return (numel(self._written_shape(op)),)
 
     def placed(self, op: Op) -> Split:
         """Split all axes; new positions are split only if they replace the whole cache."""
-        rule, (held, new), axis = splits.alike(op), op.operands, self.axis
-        if held.graph.same(held.sizes[axis], new.sizes[axis]):
+        rule, (cached, new), axis = splits.alike(op), op.operands, self.axis
+        if cached.graph.same(cached.sizes[axis], new.sizes[axis]):
             return rule
-        (names,), every = rule.results, "new"
+        (names,), label = rule.results, "new"
         return replace(
             rule,
-            operands=(names, (*names[:axis], (every,), *names[axis + 1 :])),
-            extents={**rule.extents, every: new.sizes[axis]},
+            operands=(names, (*names[:axis], (label,), *names[axis + 1 :])),
+            extents={**rule.extents, label: new.sizes[axis]},
             local=lambda extents, ranks: replace(self, part=ranks.get(names[axis][0], "")),
-            whole=frozenset([every]),
+            whole=frozenset([label]),
             once=frozenset(names[axis]),
         )
 
@@ -122,10 +122,10 @@ class Append(OpKind):
         """Return the cache."""
         return (0,)
 
-    def _latest(self, op: Op) -> tuple[Poly, ...]:
+    def _written_shape(self, op: Op) -> tuple[Poly, ...]:
         """Return the shape written: the last new positions that the cache has room for."""
-        (held, new), axis = op.operands, self.axis
-        return (*new.sizes[:axis], smaller(new.sizes[axis], held.sizes[axis]), *new.sizes[axis + 1 :])
+        (cached, new), axis = op.operands, self.axis
+        return (*new.sizes[:axis], smaller(new.sizes[axis], cached.sizes[axis]), *new.sizes[axis + 1 :])
 
 
 def cache(
@@ -179,11 +179,11 @@ def cache(
     if len(set(names) - {None}) != x.ndim:
         raise PatternError(f"cache of {x!r}: pattern {pattern!r}, expected a name for each axis")
     if along is None and window is not None:
-        raise PatternError(f"cache of {x!r}: window={window!r} without along=, expected the axis that it is of")
+        raise PatternError(f"cache of {x!r}: window={window!r} without along=, expected the axis to which it applies")
     if along is not None and along not in names:
         raise PatternError(f"cache of {x!r}: along={along!r}, expected an axis of {pattern!r}")
-    kept = None if window is None else positive("cache: window", window)
-    return apply(Cache(axis=None if along is None else names.index(along), window=kept), [x], name)[0]
+    size = None if window is None else positive("cache: window", window)
+    return apply(Cache(axis=None if along is None else names.index(along), window=size), [x], name)[0]
 
 
 def initial_state(shape: Sequence[object], dtype: object = None, *, name: str = "state") -> Tensor:

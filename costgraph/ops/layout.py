@@ -79,55 +79,55 @@ __all__ = [
 # -- op kinds ----------------------------------------------------------------------------------------------------------
 
 
-def _is_places(value: object) -> bool:
+def _is_domain_axes(value: object) -> bool:
     return isinstance(value, tuple) and [type(v) for v in value] == [Domain, int, int] and bool(value[1] != value[2])
 
 
 #: An attention domain with the indices of its query and key axes, or None.
-DomainAxes = Annotated[tuple[Domain, int, int] | None, optional("a domain and two axes", _is_places), Limit(1)]
+DomainAxes = Annotated[tuple[Domain, int, int] | None, optional("a domain and two axes", _is_domain_axes), Limit(1)]
 
 
-def _grouped(
-    sizes: Sequence[Poly], parts: Sequence[Poly], same: Callable[[Poly, Poly], bool]
+def _factor_groups(
+    sizes: Sequence[Poly], factors: Sequence[Poly], equal: Callable[[Poly, Poly], bool]
 ) -> list[list[int]] | None:
     """Return each size's consecutive factors, or None if a size is not a product of them."""
-    out: list[list[int]] = []
-    at = 0
+    groups: list[list[int]] = []
+    position = 0
     for size in sizes:
-        mine: list[int] = []
-        made = ONE
+        group: list[int] = []
+        product = ONE
         while (
-            at < len(parts)
-            and not (mine and same(made, size) and parts[at] != ONE)
-            and (mine or size != ONE or parts[at] == ONE)
+            position < len(factors)
+            and not (group and equal(product, size) and factors[position] != ONE)
+            and (group or size != ONE or factors[position] == ONE)
         ):
-            mine.append(at)
-            made = made * parts[at]
-            at += 1
-        if not same(made, size):
+            group.append(position)
+            product = product * factors[position]
+            position += 1
+        if not equal(product, size):
             return None
-        out.append(mine)
-    return out if at == len(parts) else None
+        groups.append(group)
+    return groups if position == len(factors) else None
 
 
-def room(whole: Poly, start: Poly, size: Poly, step: int) -> Poly:
+def room(axis_size: Poly, start: Poly, size: Poly, step: int) -> Poly:
     """Return the number of positions after a slice."""
-    return whole - start - (size - 1) * step - 1
+    return axis_size - start - (size - 1) * step - 1
 
 
 def need_within(place: str, axis: int, expected: str, **values: Poly) -> None:
     """Raise ShapeError if a position on an axis is known to be negative or fractional."""
-    for what, value in values.items():
+    for label, value in values.items():
         if value.constant is not None and (value.constant < 0 or not isinstance(value.constant, int)):
-            raise ShapeError(f"{place}: {what} is {value} on axis {axis}, expected {expected}")
+            raise ShapeError(f"{place}: {label} is {value} on axis {axis}, expected {expected}")
 
 
 def need_places(domain: tuple[Domain, int, int] | None, sizes: Sequence[Poly]) -> None:
     """Raise ShapeError unless a domain's axes exist."""
     if domain is not None:
-        seen, query, key = domain
+        restriction, query, key = domain
         need(0 <= query < len(sizes) and 0 <= key < len(sizes), f"domain over {shown([query, key])}")
-        seen.points(sizes[query], sizes[key])  # raises if it cannot be counted
+        restriction.points(sizes[query], sizes[key])  # raises if it cannot be counted
 
 
 @register
@@ -158,54 +158,68 @@ class Rearrange(OpKind):
         if not x.graph.same(numel(split), x.numel) or not x.graph.same(numel(merged), numel(ordered)):
             raise ShapeError(f"{x!r} has {x.numel} elements, ({', '.join(map(str, merged))}) has {numel(merged)}")
         domain = carried(x, self._axes(x))
-        told = x.graph.told
-        strides = view(told(x.sizes), told(x.strides), told(split))
+        simplified = x.graph.simplified
+        strides = view(simplified(x.sizes), simplified(x.strides), simplified(split))
         if strides is not None:
-            strides = view(told(ordered), tuple(strides[i] for i in self.order), told(merged))
+            strides = view(simplified(ordered), tuple(strides[i] for i in self.order), simplified(merged))
         if strides is None or self.copy:
             return [Result(merged, x.dtype, domain=domain)]
         return [Result(merged, x.dtype, strides, of=0, offset=x.offset, domain=domain)]
 
-    def _parts(self, op: Op) -> tuple[Mapping[str, Poly], list[tuple[str, ...]], list[tuple[str, ...]], set[str]]:
+    def _common_factors(
+        self, op: Op
+    ) -> tuple[Mapping[str, Poly], list[tuple[str, ...]], list[tuple[str, ...]], set[str]]:
         """Return the factors common to operand and result."""
-        x, same = op.operands[0], op.graph.same
+        x, equal = op.operands[0], op.graph.same
         names = [f"s{i}" for i in range(len(self.split))]
-        groups = [_grouped(sizes, parts, same) for sizes, parts in (
+        groups = [_factor_groups(sizes, parts, equal) for sizes, parts in (
             (x.sizes, self.split), (self.merged, tuple(self.split[i] for i in self.order)),
         )]  # fmt: skip
         if None not in groups:
-            left, right = ([tuple(g) for g in group or ()] for group in groups)
-            at = [names[i] for i in self.order]
+            operand_groups, result_groups = ([tuple(g) for g in group or ()] for group in groups)
+            ordered_names = [names[i] for i in self.order]
             extents = dict(zip(names, self.split, strict=True))
-            return extents, [tuple(names[i] for i in g) for g in left], [tuple(at[i] for i in g) for g in right], set()
+            return (
+                extents,
+                [tuple(names[i] for i in g) for g in operand_groups],
+                [tuple(ordered_names[i] for i in g) for g in result_groups],
+                set(),
+            )
         if self.order != tuple(range(len(self.split))):
             return {}, [() for _ in x.sizes], [() for _ in self.merged], set()
-        return splits.refined(x.sizes, self.merged, same)
+        return splits.refined(x.sizes, self.merged, equal)
 
     def placed(self, op: Op) -> Split:
         """Split the common factors."""
-        extents, left, right, whole = self._parts(op)
+        extents, operand_groups, result_groups, unsplittable = self._common_factors(op)
 
-        def local(own: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
-            merged = splits.local_of(right, own)
-            if all(f"s{i}" in own for i in range(len(self.split))) and extents:
-                return replace(self, split=tuple(own[f"s{i}"] for i in range(len(self.split))), merged=merged)
-            sizes = splits.local_of(left, own)
+        def local(local_sizes: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
+            merged = splits.local_of(result_groups, local_sizes)
+            if all(f"s{i}" in local_sizes for i in range(len(self.split))) and extents:
+                return replace(self, split=tuple(local_sizes[f"s{i}"] for i in range(len(self.split))), merged=merged)
+            sizes = splits.local_of(operand_groups, local_sizes)
             return replace(self, pattern=None, split=sizes, order=tuple(range(len(sizes))), merged=merged)
 
-        return Split((tuple(left),), (tuple(right),), extents, local, whole=frozenset(whole), linear=True)
+        return Split(
+            (tuple(operand_groups),),
+            (tuple(result_groups),),
+            extents,
+            local,
+            whole=frozenset(unsplittable),
+            linear=True,
+        )
 
     def _axes(self, x: Tensor) -> list[int | None]:
         """Return the operand's domain axis that each result axis is, or None."""
         places: list[int | None] = [None] * len(self.merged)
         if x.domain is not None:
-            told, axes, order = x.graph.told, x.domain[1:], self.order
-            parts = [i for i in regrouped(told(x.sizes), axes, told(self.split)) if i is not None]
-            ordered = told(tuple(self.split[i] for i in order))
-            moved = regrouped(ordered, [order.index(i) for i in parts], told(self.merged))
-            for axis, at in zip(axes, moved, strict=len(parts) == len(axes)):
-                if at is not None:
-                    places[at] = axis
+            simplified, axes, order = x.graph.simplified, x.domain[1:], self.order
+            split_axes = [i for i in regrouped(simplified(x.sizes), axes, simplified(self.split)) if i is not None]
+            ordered = simplified(tuple(self.split[i] for i in order))
+            merged_axes = regrouped(ordered, [order.index(i) for i in split_axes], simplified(self.merged))
+            for axis, result_axis in zip(axes, merged_axes, strict=len(split_axes) == len(axes)):
+                if result_axis is not None:
+                    places[result_axis] = axis
         return places
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
@@ -214,14 +228,17 @@ class Rearrange(OpKind):
             return
         (x,), pattern = operands, self.pattern
         need(len(pattern.operands) == 1 and len(pattern.operands[0]) == x.ndim, "the operands of the pattern")
-        need(not any(isinstance(a, Affine) for a in (*pattern.operands[0], *pattern.result)), "an index in the pattern")
-        names, whole = pattern.operand_names(0), shown(str(pattern))
-        need(len(names) == len(set(names)) == len(self.split), f"split {shown(self.split)} of pattern {whole}")
+        need(
+            not any(isinstance(a, Affine) for a in (*pattern.operands[0], *pattern.result)),
+            "an affine index in the pattern",
+        )
+        names, text = pattern.operand_names(0), shown(str(pattern))
+        need(len(names) == len(set(names)) == len(self.split), f"split {shown(self.split)} of pattern {text}")
         need(tuple(names[i] for i in self.order) == pattern.result_names, f"order {shown(self.order)}")
         sizes = dict(zip(names, self.split, strict=True))
         for dims, shape in ((pattern.operands[0], x.sizes), (pattern.result, self.merged)):
-            made = [prod((sizes[n] for n in a.names), start=ONE) for a in dims]
-            need(len(made) == len(shape) and all(map(x.graph.same, made, shape)), f"sizes of pattern {whole}")
+            products = [prod((sizes[n] for n in a.names), start=ONE) for a in dims]
+            need(len(products) == len(shape) and all(map(x.graph.same, products, shape)), f"sizes of pattern {text}")
 
 
 @register
@@ -246,9 +263,9 @@ class Slice(OpKind):
         rules.need_operands(self, operands, 1)
         (x,), axis, start, size, step = operands, self.axis, self.start, self.size, self.step
         need(axis < x.ndim, f"axis {axis} of {x!r}")
-        left = room(x.sizes[axis], start, size, step)
+        remaining = room(x.sizes[axis], start, size, step)
         expected = f"start={start}, size={size}, step={step} within {x.sizes[axis]}"
-        need_within(f"slice of {x!r}", axis, expected, start=start, size=size - 1, room=left)
+        need_within(f"slice of {x!r}", axis, expected, start=start, size=size - 1, room=remaining)
         sizes = (*x.sizes[:axis], size, *x.sizes[axis + 1 :])
         strides = (*x.strides[:axis], x.strides[axis] * step, *x.strides[axis + 1 :])
         domain = carried(x, [None if i == axis else i for i in range(x.ndim)])
@@ -256,20 +273,20 @@ class Slice(OpKind):
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Check the room against the axis."""
-        left = room(operands[0].sizes[self.axis], self.start, self.size, self.step)
-        need(self.room in (None, left), f"room {shown(str(self.room))}")
+        remaining = room(operands[0].sizes[self.axis], self.start, self.size, self.step)
+        need(self.room in (None, remaining), f"room {shown(str(self.room))}")
 
     def placed(self, op: Op) -> Split:
         """Split the other axes, and the sliced one if this is one of several equal blocks."""
         (x,) = op.operands
-        blocks, at = x.sizes[self.axis] / self.size, self.start / self.size
-        if self.step != 1 or not all(isinstance(n.constant, int) for n in (blocks, at)):
+        blocks, block = x.sizes[self.axis] / self.size, self.start / self.size
+        if self.step != 1 or not all(isinstance(n.constant, int) for n in (blocks, block)):
             return splits.alike(op, whole=[self.axis], linear=True)
 
-        def local(own: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
-            size = own[f"a{self.axis}"]
-            left = None if self.room is None else room(blocks * size, at * size, size, 1)
-            return replace(self, start=at * size, size=size, room=left)
+        def local(local_sizes: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
+            size = local_sizes[f"a{self.axis}"]
+            remaining = None if self.room is None else room(blocks * size, block * size, size, 1)
+            return replace(self, start=block * size, size=size, room=remaining)
 
         rule = splits.alike(op, linear=True, local=local)
         return splits.in_blocks(rule, self.axis, blocks, of_operand=True)
@@ -303,12 +320,14 @@ class Expand(OpKind):
         need(len(self.kept) == len(self.sizes), f"kept {shown(self.kept)} of {len(self.sizes)} axes")
         need(len(set(used)) == len(used) and all(i < x.ndim for i in used), f"kept {shown(self.kept)} of {x!r}")
         strides, places = [], list[int | None]()
-        for size, at in zip(self.sizes, self.kept, strict=True):
-            if at is not None and x.sizes[at] != ONE and not x.graph.same(size, x.sizes[at]):
-                raise ShapeError(f"expand of {x!r}: axis {at} to {size}, expected its own size or an axis of size 1")
-            place = None if at is None or (x.sizes[at] == ONE and size != ONE) else at
-            places.append(place)
-            strides.append(ZERO if place is None else x.strides[place])
+        for size, source in zip(self.sizes, self.kept, strict=True):
+            if source is not None and x.sizes[source] != ONE and not x.graph.same(size, x.sizes[source]):
+                raise ShapeError(
+                    f"expand of {x!r}: axis {source} to {size}, expected its own size or an axis of size 1"
+                )
+            kept_axis = None if source is None or (x.sizes[source] == ONE and size != ONE) else source
+            places.append(kept_axis)
+            strides.append(ZERO if kept_axis is None else x.strides[kept_axis])
         domain = carried(x, places) if self.domain is None else self.domain
         return [Result(self.sizes, x.dtype, tuple(strides), of=0, offset=x.offset, domain=domain)]
 
@@ -316,18 +335,24 @@ class Expand(OpKind):
         """Split the kept axes, and repeated axes if a consumer wants a shard."""
         (x,) = op.operands
         names = tuple((f"a{i}",) for i in range(len(self.sizes)))
-        moved = {at: i for i, at in enumerate(self.kept) if at is not None and x.sizes[at] == self.sizes[i]}
-        own = [tuple(names[moved[i]] if i in moved else () for i in range(x.ndim))]
+        result_axis_of = {
+            source: i for i, source in enumerate(self.kept) if source is not None and x.sizes[source] == self.sizes[i]
+        }
+        operand_labels = [tuple(names[result_axis_of[i]] if i in result_axis_of else () for i in range(x.ndim))]
         return splits.across(
-            op, own, names, lambda extents, ranks: replace(self, sizes=splits.local_of(names, extents)), linear=True
+            op,
+            operand_labels,
+            names,
+            lambda extents, ranks: replace(self, sizes=splits.local_of(names, extents)),
+            linear=True,
         )
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Check the kept axes and the domain against the operand."""
         (x,) = operands
-        left = all(x.sizes[i] == ONE for i in range(x.ndim) if i not in self.kept)
-        need(left, f"kept {shown(self.kept)} leaves out axes of {x!r}")
-        need(self.domain is None or x.domain is None, f"domain of {x!r}, which has one")
+        only_ones_dropped = all(x.sizes[i] == ONE for i in range(x.ndim) if i not in self.kept)
+        need(only_ones_dropped, f"kept {shown(self.kept)} leaves out axes of {x!r}")
+        need(self.domain is None or x.domain is None, f"second domain of {x!r}")
         need_places(self.domain, self.sizes)
 
 
@@ -353,7 +378,7 @@ class Concat(OpKind):
         first, shape = operands[0], shapes[0]
         for t, sizes in zip(operands[1:], shapes[1:], strict=True):
             if t.dtype != first.dtype:
-                raise ShapeError(f"concat of {first!r} and {t!r}: expected one number format")
+                raise ShapeError(f"concat of {first!r} and {t!r}: expected the same number format")
             fits = len(sizes) == len(shape) and all(
                 (i == axis and not new) or t.graph.same(a, b) for i, (a, b) in enumerate(zip(sizes, shape, strict=True))
             )
@@ -368,23 +393,30 @@ class Concat(OpKind):
 
     def extents(self, operands: Sequence[Tensor]) -> list[Poly]:
         """Return the size along the axis that each operand contributes."""
-        each = [ONE if self.stacked else t.sizes[t.storage.pieces :][self.axis] for t in operands]
-        return [prod(t.sizes[: t.storage.pieces], start=n) for n, t in zip(each, operands, strict=True)]
+        part_sizes = [ONE if self.stacked else t.sizes[t.storage.pieces :][self.axis] for t in operands]
+        return [prod(t.sizes[: t.storage.pieces], start=n) for n, t in zip(part_sizes, operands, strict=True)]
 
-    def _of_lists(self, op: Op) -> Split:
+    def _stacked_rule(self, op: Op) -> Split:
         """Return the rule for stacked parts: all axes but the concatenated and the iteration axes may be split."""
-        made, axis, own, operands = [(f"a{i}",) for i in range(op.results[0].ndim)], self.axis, {f"a{self.axis}"}, []
+        labels, axis, unsplittable, operands = (
+            [(f"a{i}",) for i in range(op.results[0].ndim)],
+            self.axis,
+            {f"a{self.axis}"},
+            [],
+        )
         for k, t in enumerate(op.operands):
             lead, middle = [(f"l{k}_{i}",) for i in range(t.storage.pieces)], [] if self.stacked else [(f"o{k}",)]
-            own |= {name for (name,) in (*lead, *middle)}
-            operands.append((*lead, *made[:axis], *middle, *made[axis + 1 :]))
-        return splits.across(op, operands, tuple(made), lambda extents, ranks: self, whole=frozenset(own), linear=True)
+            unsplittable |= {name for (name,) in (*lead, *middle)}
+            operands.append((*lead, *labels[:axis], *middle, *labels[axis + 1 :]))
+        return splits.across(
+            op, operands, tuple(labels), lambda extents, ranks: self, whole=frozenset(unsplittable), linear=True
+        )
 
     def placed(self, op: Op) -> Split:
         """Split the other axes, and the concatenated one if all parts have the same size."""
         first = op.operands[0]
         if self.stacked or any(t.storage.pieces for t in op.operands):
-            return self._of_lists(op)
+            return self._stacked_rule(op)
         if any(t.sizes[self.axis] != first.sizes[self.axis] for t in op.operands):
             return splits.alike(op, whole=[self.axis], linear=True)
         rule = splits.alike(op, linear=True)
@@ -432,7 +464,7 @@ def rearrange(x: Tensor, pattern: PatternText, /, *, name: str = "rearrange", **
     need_tensor("rearrange", x)
     parsed = parse_pattern(pattern, (x.ndim,))
     if any(isinstance(a, Affine) for a in (*parsed.operands[0], *parsed.result)):
-        raise PatternError(f"pattern {pattern!r}: an index such as h*2+r, expected names")
+        raise PatternError(f"pattern {pattern!r}: affine index such as h*2+r, expected axis names")
     names = parsed.operand_names(0)
     if len(set(names)) != len(names) or set(names) != set(parsed.result_names):
         raise PatternError(f"pattern {pattern!r}: expected the same axes on both sides, each once")
@@ -440,7 +472,7 @@ def rearrange(x: Tensor, pattern: PatternText, /, *, name: str = "rearrange", **
     extents = extents_of(graph, parsed, [x], sizes_by_name("rearrange", sizes))
     unused = sorted(set(extents) - set(names))
     if unused:
-        raise PatternError(f"pattern {pattern!r}: size given for {unused[0]!r}, which is no axis of it")
+        raise PatternError(f"pattern {pattern!r}: size given for {unused[0]!r}, which is not one of its axes")
     kind = Rearrange(
         pattern=parsed,
         split=tuple(extents[n] for n in names),
@@ -476,8 +508,8 @@ def copied_into(x: Tensor, order: Sequence[int]) -> Tensor:
     """Return a tensor that is dense in an axis order, from slowest to fastest: a copy unless `x` already is."""
     if is_contiguous_in(x.sizes, x.strides, order):
         return x
-    moved = contiguous_copy(x if list(order) == [*range(x.ndim)] else permute(x, order))
-    return moved if list(order) == [*range(x.ndim)] else permute(moved, [order.index(i) for i in range(x.ndim)])
+    copied = contiguous_copy(x if list(order) == [*range(x.ndim)] else permute(x, order))
+    return copied if list(order) == [*range(x.ndim)] else permute(copied, [order.index(i) for i in range(x.ndim)])
 
 
 def axis_of(x: Tensor, axis: int) -> int:
@@ -496,16 +528,18 @@ def slice_axis(x: Tensor, axis: int, start: object, size: object, step: int = 1,
         If positions are known to be out of bounds.
     """
     need_tensor("slice", x)
-    return _cut(x, axis, start, size, step, name)
+    return _add_slice(x, axis, start, size, step, name)
 
 
-def _cut(x: Tensor, axis: int, start: object, size: object, step: int, name: str, *, split: bool = False) -> Tensor:
+def _add_slice(
+    x: Tensor, axis: int, start: object, size: object, step: int, name: str, *, split: bool = False
+) -> Tensor:
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise ShapeError(f"slice of {x!r}: step {step!r}, expected a positive integer")
-    at, first, count = axis_of(x, axis), poly(start), poly(size)
+    dim, offset, count = axis_of(x, axis), poly(start), poly(size)
     # start and room are checked again when sizes are bound
-    left = room(x.sizes[at], first, count, step)
-    return apply(Slice(axis=at, start=first, size=count, step=step, room=left, split=split), [x], name)[0]
+    remaining = room(x.sizes[dim], offset, count, step)
+    return apply(Slice(axis=dim, start=offset, size=count, step=step, room=remaining, split=split), [x], name)[0]
 
 
 def split(x: Tensor, sizes: Sequence[object], axis: int = -1, *, name: str = "split") -> tuple[Tensor, ...]:
@@ -517,13 +551,18 @@ def split(x: Tensor, sizes: Sequence[object], axis: int = -1, *, name: str = "sp
         If the sizes do not add up.
     """
     need_tensor("split", x)
-    parts = sizes_of(sizes, f"split of {x!r}")
-    at = axis_of(x, axis)
-    if not current_graph(x.graph).same(total(parts), x.sizes[at]):
-        raise ShapeError(f"split of {x!r}: parts {list(parts)} add up to {total(parts)}, expected {x.sizes[at]}")
+    part_sizes = sizes_of(sizes, f"split of {x!r}")
+    dim = axis_of(x, axis)
+    if not current_graph(x.graph).same(total(part_sizes), x.sizes[dim]):
+        raise ShapeError(
+            f"split of {x!r}: parts {list(part_sizes)} add up to {total(part_sizes)}, expected {x.sizes[dim]}"
+        )
     # flagged as one split, so that one op concatenates their gradients
-    starts = [total(parts[:i]) for i in range(len(parts))]
-    return tuple(_cut(x, at, start, part, 1, name, split=True) for start, part in zip(starts, parts, strict=True))
+    starts = [total(part_sizes[:i]) for i in range(len(part_sizes))]
+    return tuple(
+        _add_slice(x, dim, start, part_size, 1, name, split=True)
+        for start, part_size in zip(starts, part_sizes, strict=True)
+    )
 
 
 def roll(x: Tensor, shift: object, axis: int = -1, *, name: str = "roll") -> Tensor:
@@ -560,16 +599,18 @@ def roll(x: Tensor, shift: object, axis: int = -1, *, name: str = "roll") -> Ten
     ((B, S), 0, 8*B*S)
     """
     need_tensor("roll", x)
-    at, by = axis_of(x, axis), poly(shift)
-    whole = x.sizes[at]
-    least = lower(-by)
-    moved = whole + by if least is not None and least > 0 else by  # towards the end
-    if moved in (ZERO, whole):
+    dim, offset = axis_of(x, axis), poly(shift)
+    size = x.sizes[dim]
+    lower_bound = lower(-offset)
+    forward = size + offset if lower_bound is not None and lower_bound > 0 else offset  # towards the end
+    if forward in (ZERO, size):
         return x
-    if any(n.constant is not None and (n.constant < 0 or not isinstance(n.constant, int)) for n in (moved, whole - by)):
-        raise ShapeError(f"roll of {x!r}: shift {by} on axis {at}, expected a whole number of at most {whole}")
-    head, tail = split(x, (whole - moved, moved), at, name=f"{name}_parts")
-    return concat((tail, head), at, name=name)
+    if any(
+        n.constant is not None and (n.constant < 0 or not isinstance(n.constant, int)) for n in (forward, size - offset)
+    ):
+        raise ShapeError(f"roll of {x!r}: shift {offset} on axis {dim}, expected an integer of at most {size}")
+    head, tail = split(x, (size - forward, forward), dim, name=f"{name}_parts")
+    return concat((tail, head), dim, name=name)
 
 
 def expand(x: Tensor, pattern: PatternText, /, *, name: str = "expand", **sizes: object) -> Tensor:
@@ -582,27 +623,31 @@ def expand(x: Tensor, pattern: PatternText, /, *, name: str = "expand", **sizes:
     """
     need_tensor("expand", x)
     parsed = parse_pattern(pattern, (x.ndim,))
-    left = [a.names for a in parsed.operands[0]]
-    right = [a.names for a in parsed.result]
-    given = sizes_by_name("expand", sizes)
-    names = [n for n in left if n]
-    if any(len(n) > 1 for n in left + right) or any(n not in right for n in names) or len(set(names)) < len(names):
-        raise PatternError(f"pattern {pattern!r}: expected single axes, each once, all of the operand's kept")
-    if len(left) != x.ndim:
-        raise ShapeError(f"{x!r} has {x.ndim} axes, the pattern {pattern!r} has {len(left)}")
-    for i, (axis, long) in enumerate(zip(left, x.sizes, strict=True)):
-        if not axis and long != ONE:
-            raise ShapeError(f"{x!r}: axis {i} has size {long}, the pattern {pattern!r} has 1 there")
-    if any(not is_name(k) or (k,) not in right for k in given):
-        raise PatternError(f"pattern {pattern!r}: sizes for {sorted(given)}, expected axes of the result")
-    kept = tuple(left.index(n) if n and n in left else None for n in right)
-    out = []
-    for n, at in zip(right, kept, strict=True):
-        size = given.get(n[0]) if n else ONE
-        if size is None and at is None:
+    operand_names = [a.names for a in parsed.operands[0]]
+    result_names = [a.names for a in parsed.result]
+    extents = sizes_by_name("expand", sizes)
+    names = [n for n in operand_names if n]
+    if (
+        any(len(n) > 1 for n in operand_names + result_names)
+        or any(n not in result_names for n in names)
+        or len(set(names)) < len(names)
+    ):
+        raise PatternError(f"pattern {pattern!r}: expected unmerged axes, each once, with all operand axes kept")
+    if len(operand_names) != x.ndim:
+        raise ShapeError(f"{x!r} has {x.ndim} axes, the pattern {pattern!r} has {len(operand_names)}")
+    for i, (axis, axis_size) in enumerate(zip(operand_names, x.sizes, strict=True)):
+        if not axis and axis_size != ONE:
+            raise ShapeError(f"{x!r}: axis {i} has size {axis_size}, the pattern {pattern!r} has 1 there")
+    if any(not is_name(k) or (k,) not in result_names for k in extents):
+        raise PatternError(f"pattern {pattern!r}: sizes for {sorted(extents)}, expected axes of the result")
+    kept = tuple(operand_names.index(n) if n and n in operand_names else None for n in result_names)
+    shape = []
+    for n, source in zip(result_names, kept, strict=True):
+        size = extents.get(n[0]) if n else ONE
+        if size is None and source is None:
             raise PatternError(f"pattern {pattern!r}: size of new axis {n[0]!r} is not given")
-        out.append(size if size is not None else x.sizes[at])  # type: ignore[index]  # at is known here
-    return apply(Expand(sizes=tuple(out), kept=kept), [x], name)[0]
+        shape.append(size if size is not None else x.sizes[source])  # type: ignore[index]  # at is known here
+    return apply(Expand(sizes=tuple(shape), kept=kept), [x], name)[0]
 
 
 def broadcast(x: Tensor, sizes: Sequence[Poly], *, name: str = "expand") -> Tensor:
@@ -621,7 +666,7 @@ def concat(tensors: Sequence[Tensor], axis: int = -1, *, name: str = "concat") -
     """
     need_tensor("concat", *need_list("concat", tensors))
     if not tensors:
-        raise GraphError("concat: got no tensor, expected one at least")
+        raise GraphError("concat: got no tensor, expected at least one")
     return apply(Concat(axis=axis_of(tensors[0], axis)), tensors, name)[0]
 
 
@@ -635,11 +680,11 @@ def index(x: Tensor, key: object) -> Tensor:
     """Apply basic indexing, `x[...]`, with integers, slices, None and Ellipsis: all views."""
     keys = list(key) if isinstance(key, tuple) else [key]
     dots = [i for i, k in enumerate(keys) if k is Ellipsis]
-    used = sum(k is not None and k is not Ellipsis for k in keys)
-    if used > x.ndim or len(dots) > 1:
-        raise ShapeError(f"index {key!r} of {x!r}: {used} axes, expected at most {x.ndim} and '...' once")
-    at = dots[0] if dots else len(keys)
-    keys[at : at + 1] = [slice(None)] * (x.ndim - used)
+    consumed = sum(k is not None and k is not Ellipsis for k in keys)
+    if consumed > x.ndim or len(dots) > 1:
+        raise ShapeError(f"index {key!r} of {x!r}: {consumed} axes, expected at most {x.ndim} and '...' once")
+    ellipsis_position = dots[0] if dots else len(keys)
+    keys[ellipsis_position : ellipsis_position + 1] = [slice(None)] * (x.ndim - consumed)
     shape: list[Poly] = []
     axis = 0
     for k in keys:
@@ -661,8 +706,8 @@ def _position(x: Tensor, k: object, size: Poly) -> Poly:
         raise ShapeError(f"index {k!r} of {x!r}: expected integers and slices, or costgraph.ops.gather for a tensor")
     value = poly(k)
     if value.constant is None:  # -T counts from the end, as -2 does
-        least = lower(-value)
-        return value + size if least is not None and least > 0 else value
+        lower_bound = lower(-value)
+        return value + size if lower_bound is not None and lower_bound > 0 else value
     if not isinstance(value.constant, int):
         raise ShapeError(f"index {value} of {x!r}: expected an integer")
     return value + size if value.constant < 0 else value

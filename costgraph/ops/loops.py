@@ -103,7 +103,9 @@ class Undef(DenseFactory):
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the accumulator."""
-        return [replace(made, pieces=self.pieces, domain=self.domain) for made in DenseFactory.infer(self, operands)]
+        return [
+            replace(result, pieces=self.pieces, domain=self.domain) for result in DenseFactory.infer(self, operands)
+        ]
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Check the domain against the shape."""
@@ -189,27 +191,31 @@ class Stacked(OpKind):
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the stack; the slices move into its storage."""
-        stack, at = operands[0], ZERO
+        stack, offset = operands[0], ZERO
         for t in operands[1:]:
             if t.sizes[t.ndim - stack.ndim + 1 :] != stack.sizes[1:] or t.dtype != stack.dtype:
-                raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected slices of it, one or several each")
+                raise ShapeError(
+                    f"stack {stack!r} of {operands[1:]!r}, expected each to be one or several of its slices"
+                )
             if t.storage is not stack.storage:
                 # results that go into a stack are written there directly, so they live in its storage
                 t.strides = contiguous(t.sizes)
-                _move(t, t.storage, stack.storage, at)
-            at = at + numel(t.sizes)
-        if not stack.graph.same(at, stack.numel):
+                _move(t, t.storage, stack.storage, offset)
+            offset = offset + numel(t.sizes)
+        if not stack.graph.same(offset, stack.numel):
             raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected all of its slices")
         return [itself(stack)]
 
 
 def _move(t: Tensor, old: Storage, new: Storage, offset: Poly) -> None:
     """Move a tensor and its views to another storage."""
-    left = [t]
-    while left:
-        moved = left.pop()
-        moved.storage, moved.offset = new, moved.offset + offset
-        left += [r for op in moved.graph.successors(moved) for r in op.results if r.storage is old and r not in left]
+    pending = [t]
+    while pending:
+        tensor = pending.pop()
+        tensor.storage, tensor.offset = new, tensor.offset + offset
+        pending += [
+            r for op in tensor.graph.successors(tensor) for r in op.results if r.storage is old and r not in pending
+        ]
 
 
 # -- loop executor -----------------------------------------------------------------------------------------------------
@@ -314,28 +320,26 @@ class LoopExecutor(Generic[P]):
         stacks = [self.stack(loop, t, env, place) for t in loop.stacks]
         state, xs, shared = (self._values(ts, env) for ts in (loop.starts, loop.xs, loop.shared))
         ys: list[list[Any]] = []
-        left: list[list[Any]] = []
+        residuals: list[list[Any]] = []
         for turn in self.turns(loop, xs):
-            inner = self.inside(env)
-            self._put(inner, loop.captured, shared)
-            self._put(inner, loop.slices, [self.slice(loop, v, turn, place) for v in xs])
-            self._put(inner, loop.carries, state)
+            body_env = self.inside(env)
+            self._put(body_env, loop.captured, shared)
+            self._put(body_env, loop.slices, [self.slice(loop, v, turn, place) for v in xs])
+            self._put(body_env, loop.carries, state)
             self.around.append(turn)
-            self.iteration(loop, inner, turn, stacks, place)
+            self.iteration(loop, body_env, turn, stacks, place)
             self.around.pop()
-            state = self._values(loop.nexts, inner)
-            ys.append(self._values(loop.ys, inner))
-            left.append(self._values(loop.saved, inner))
+            state = self._values(loop.nexts, body_env)
+            ys.append(self._values(loop.ys, body_env))
+            residuals.append(self._values(loop.saved, body_env))
         if loop.reverse:
-            ys, left = ys[::-1], left[::-1]
+            ys, residuals = ys[::-1], residuals[::-1]
         self._put(env, loop.lasts, state)
         filled = [self.filled(loop, i, s, [row[i] for row in ys], place) for i, s in enumerate(stacks)]
         self._put(env, loop.stacks, filled)
         for i, t in enumerate(loop.pieces):
-            rows, whole = [row[i] for row in left], loop.revised(i)
-            self._put(
-                env, [t], [self.collected(loop, rows) if whole is None else self.revised(whole, env, rows, place)]
-            )
+            rows, base = [row[i] for row in residuals], loop.revised(i)
+            self._put(env, [t], [self.collected(loop, rows) if base is None else self.revised(base, env, rows, place)])
 
     def _values(self, tensors: Iterable[Tensor], env: Env) -> list[Any]:
         return [env[self.key(t)] for t in tensors]
@@ -382,27 +386,27 @@ class Kernel(WorkspaceKind, BodyKind):
         body = self.body
         if any(i >= min(len(operands), len(body.formals)) for i in self.changed):
             raise ShapeError(
-                f"kernel: changes operand {max(self.changed)} of {len(operands)}, expected one that it has"
+                f"kernel: mutates operand {max(self.changed)} of {len(operands)}, expected an existing operand"
             )
         places = {body.formals[i].storage: i for i in self.changed}
-        made: list[Result] = []
+        results: list[Result] = []
         for t, strides in zip_longest(body.outputs, self.strides[: len(body.outputs)]):
             i = places.get(t.storage)
             need(strides is None or len(strides) == t.ndim, f"{len(strides or ())} strides of {t!r}")
-            into = Result(t.sizes, t.dtype, strides, domain=t.domain, spare=ZERO if made else self.spare)
+            result = Result(t.sizes, t.dtype, strides, domain=t.domain, spare=ZERO if results else self.spare)
             if i is not None:
-                into = replace(into, strides=operands[i].strides, of=i, offset=operands[i].offset, spare=ZERO)
-            made.append(into)
-        return made
+                result = replace(result, strides=operands[i].strides, of=i, offset=operands[i].offset, spare=ZERO)
+            results.append(result)
+        return results
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return the elements that the body reads from each operand, also through views."""
         amounts = []
         for i, f in enumerate(self.body.formals):
             # an exported view is copied out, unless it is the mutated operand itself
-            own = i not in self.changed
-            handed = [rules.elements(t) for t in self.body.outputs if own and t.storage is f.storage]
-            amounts.append(fold(larger, handed, elements_read(self.body, f)))
+            unchanged = i not in self.changed
+            exported = [rules.elements(t) for t in self.body.outputs if unchanged and t.storage is f.storage]
+            amounts.append(fold(larger, exported, elements_read(self.body, f)))
         return rules.once(op, amounts)
 
     def overwrites(self) -> tuple[int, ...]:
@@ -462,7 +466,7 @@ def kernel(name: str, *, workspace: object = 0, backward: str = "") -> Iterator[
     if not isinstance(backward, str):
         raise GraphError(f"kernel {name!r}: backward {backward!r}, expected 'ops' or the name of a rule")
     body = graph.start_body(name, fused=True)
-    with graph.whole():
+    with graph.transaction():
         with scope(name), building(body):
             yield body
         body.owner = graph.add_op(Kernel(body=body, workspace=space, backward=backward), body.captured, name)
@@ -474,7 +478,7 @@ def save(t: Tensor) -> Tensor:
     """Mark a tensor inside a kernel as saved: the kernel also writes it if the backward pass reads it."""
     maker = t.producer
     if maker is None or not t.graph.fused:
-        raise GraphError(f"save {t!r}: expected a tensor that an op inside a kernel makes")
+        raise GraphError(f"save {t!r}: expected the result of an op inside a kernel")
     modify(t.graph, "save")
     maker.state(save=True)
     return t
@@ -486,8 +490,8 @@ def fused(name: str, function: Callable[..., Carry], *operands: Tensor, backward
         raise GraphError(f"{name}: operands {operands!r}, expected tensors")
     graph = current_graph(operands[0].graph)
     with building(graph), kernel(name, backward=backward) as body:
-        made = function(*operands, **options)
-    return tuple(body.export(t) for t in made) if isinstance(made, tuple) else body.export(made)
+        results = function(*operands, **options)
+    return tuple(body.export(t) for t in results) if isinstance(results, tuple) else body.export(results)
 
 
 @overload
@@ -539,11 +543,11 @@ def repeat(count: object, body: Callable[..., Carry], x: Carry, *, name: str = "
     carries = x if isinstance(x, tuple) else (x,)
 
     def step(*args: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        made = body(*args)
-        return (made if isinstance(made, tuple) else (made,)), ()
+        returned = body(*args)
+        return (returned if isinstance(returned, tuple) else (returned,)), ()
 
-    out, _ = _loop(count, step, carries, (), name)
-    return out if isinstance(x, tuple) else out[0]
+    finals, _ = _loop(count, step, carries, (), name)
+    return finals if isinstance(x, tuple) else finals[0]
 
 
 def scan(
@@ -586,19 +590,21 @@ def scan(
     shapes: list[bool] = []
 
     def step(*args: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        state, rest = args[: len(carries)], args[len(carries) :]
-        made = body(state[0] if single else state, rest[0] if isinstance(xs, Tensor) else rest)
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise GraphError(f"scan {name!r}: the body returned {made!r}, expected a pair (carry, y)")
-        after, y = made
+        state, slices = args[: len(carries)], args[len(carries) :]
+        returned = body(state[0] if single else state, slices[0] if isinstance(xs, Tensor) else slices)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise GraphError(f"scan {name!r}: the body returned {returned!r}, expected a pair (carry, y)")
+        next_carry, y = returned
         if not isinstance(y, Tensor | tuple | None):
             raise GraphError(f"scan {name!r}: the body returned y = {y!r}, expected a tensor, a tuple or None")
         shapes.append(isinstance(y, Tensor))
-        return (after if isinstance(after, tuple) else (after,)), ((y,) if isinstance(y, Tensor) else tuple(y or ()))
+        return (next_carry if isinstance(next_carry, tuple) else (next_carry,)), (
+            (y,) if isinstance(y, Tensor) else tuple(y or ())
+        )
 
     carries = carry if isinstance(carry, tuple) else (carry,)
-    out, ys = _loop(count, step, carries, xs if isinstance(xs, tuple) else (xs,), name)
-    return (out[0] if single else out), (ys[0] if shapes[0] else ys)
+    finals, ys = _loop(count, step, carries, xs if isinstance(xs, tuple) else (xs,), name)
+    return (finals[0] if single else finals), (ys[0] if shapes[0] else ys)
 
 
 def _loop(
@@ -610,7 +616,7 @@ def _loop(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     (times,) = sizes_of((count,), f"repeat {name!r}: count")
     if not carries or not all(isinstance(t, Tensor) for t in (*carries, *xs)):
-        raise GraphError(f"repeat {name!r}: got {carries + xs!r}, expected tensors to start from")
+        raise GraphError(f"repeat {name!r}: got {carries + xs!r}, expected tensors as initial carries")
     if not is_name(name):
         raise GraphError(f"repeat {shorten(str(name))}: expected an identifier as its name")
     graph = current_graph(carries[0].graph)
@@ -619,23 +625,23 @@ def _loop(
     xs = tuple(graph.adopt(t) for t in xs)
     limited = next((t for t in (*carries, *xs) if t.domain is not None), None)
     if limited is not None:
-        raise ShapeError(f"repeat {name!r}: {limited!r} is restricted to a domain, expected a tensor that is whole")
+        raise ShapeError(f"repeat {name!r}: {limited!r} is restricted to a domain, expected an unrestricted tensor")
     for t in xs:
         if t.ndim == 0 or not graph.same(t.sizes[0], times):
             raise ShapeError(f"repeat {name!r}: {t!r} is read slice by slice, expected a first axis of size {times}")
     body = graph.start_body(name, fused=False)
-    with module(graph, name) as own, building(body):
-        inner = [body.formal(t, f"{name}.carry{i}", t.sizes, contiguous(t.sizes)) for i, t in enumerate(carries)]
-        inner += [slice_of(body, t, f"{name}.x{i}") for i, t in enumerate(xs)]
-        after, ys = step(*inner)
-        if len(after) != len(carries) or not all(isinstance(t, Tensor) for t in (*after, *ys)):
+    with module(graph, name) as scope_name, building(body):
+        formals = [body.formal(t, f"{name}.carry{i}", t.sizes, contiguous(t.sizes)) for i, t in enumerate(carries)]
+        formals += [slice_of(body, t, f"{name}.x{i}") for i, t in enumerate(xs)]
+        nexts, ys = step(*formals)
+        if len(nexts) != len(carries) or not all(isinstance(t, Tensor) for t in (*nexts, *ys)):
             raise GraphError(
-                f"repeat {name!r}: the body returned {after + ys!r}, expected {len(carries)} tensors to carry on"
+                f"repeat {name!r}: the body returned {nexts + ys!r}, expected {len(carries)} tensors as next carries"
             )
-        after = tuple(contiguous_copy(body.adopt(t)) for t in after)
-        body.outputs += [*after, *written_slices(body, after, ys)]
+        nexts = tuple(contiguous_copy(body.adopt(t)) for t in nexts)
+        body.outputs += [*nexts, *written_slices(body, nexts, ys)]
     kind = Repeat(body=body, count=times, carries=len(carries), xs=len(xs))
-    op = body.owner = graph.add_op(kind, (*carries, *xs, *body.captured), own)
+    op = body.owner = graph.add_op(kind, (*carries, *xs, *body.captured), scope_name)
     return op.results[: len(carries)], op.results[len(carries) :]
 
 
@@ -655,25 +661,27 @@ def each(
     graph = current_graph(xs[0].graph)
     xs = [graph.adopt(t) for t in xs]
     body = graph.start_body(name, fused=False)
-    with module(graph, name) as own, building(body):
-        inner = [slice_of(body, t, f"{name}.x{i}") for i, t in enumerate(xs)]
-        body.outputs += map(body.adopt, step(*inner))
+    with module(graph, name) as scope_name, building(body):
+        formals = [slice_of(body, t, f"{name}.x{i}") for i, t in enumerate(xs)]
+        body.outputs += map(body.adopt, step(*formals))
     # the count may be 0 if an existing loop with the same count may be empty
-    found = (op.loop.kind for op in graph.ops if op.loop is not None and op.loop.count == count)
-    least = 0 if count.constant is None and any(k.least == 0 for k in found) else 1
-    kind = Repeat(body=body, count=count, carries=0, xs=len(xs), saved=len(body.outputs), reverse=reverse, least=least)
-    op = body.owner = graph.add_op(kind, (*xs, *body.captured), own)
+    same_count = (op.loop.kind for op in graph.ops if op.loop is not None and op.loop.count == count)
+    least_count = 0 if count.constant is None and any(k.least == 0 for k in same_count) else 1
+    kind = Repeat(
+        body=body, count=count, carries=0, xs=len(xs), saved=len(body.outputs), reverse=reverse, least=least_count
+    )
+    op = body.owner = graph.add_op(kind, (*xs, *body.captured), scope_name)
     return op.results
 
 
-def written_slices(body: Graph, after: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
+def written_slices(body: Graph, nexts: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
     """Return the slices for stacked outputs, copied unless they own their storage."""
-    used = {t.storage for t in (*body.formals, *after)}
-    out = []
+    owned = {t.storage for t in (*body.formals, *nexts)}
+    slices = []
     for y in map(body.adopt, ys):
-        own = y.storage.role == "activation" and y.storage not in used and y.is_contiguous and not y.is_view
+        owns_storage = y.storage.role == "activation" and y.storage not in owned and y.is_contiguous and not y.is_view
         looped = y.producer is not None and y.producer.loop is not None  # an inner loop allocated it
-        y = y if own and not looped else pointwise("copy", y, name="stack")
-        used.add(y.storage)
-        out.append(contiguous_copy(y))
-    return out
+        y = y if owns_storage and not looped else pointwise("copy", y, name="stack")
+        owned.add(y.storage)
+        slices.append(contiguous_copy(y))
+    return slices

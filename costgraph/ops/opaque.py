@@ -96,12 +96,12 @@ class OpaqueBackward(NamedTuple):
 
 def _is_backward(value: object) -> bool:
     """Return whether a value is a `OpaqueBackward`, or its mapping as loaded from a file."""
-    found = value if isinstance(value, OpaqueBackward) else _read(value) if isinstance(value, Mapping) else None
+    costs = value if isinstance(value, OpaqueBackward) else _read(value) if isinstance(value, Mapping) else None
     return (
-        found is not None
-        and all(map(is_amount, (found.matmul, found.pointwise, found.transcendental, found.workspace)))
-        and all(amounts is None or all_of(is_amount)(amounts) for amounts in (found.reads, found.writes))
-        and all(map(all_of(is_count), (found.inputs, found.outputs)))
+        costs is not None
+        and all(map(is_amount, (costs.matmul, costs.pointwise, costs.transcendental, costs.workspace)))
+        and all(amounts is None or all_of(is_amount)(amounts) for amounts in (costs.reads, costs.writes))
+        and all(map(all_of(is_count), (costs.inputs, costs.outputs)))
     )
 
 
@@ -139,8 +139,8 @@ class StatedCosts(WorkspaceKind):
 
     def need_amounts(self, operands: int, results: int) -> None:
         """Raise ShapeError unless there is one amount per operand and result."""
-        for name, stated, count in (("reads", self.bytes_read, operands), ("writes", self.bytes_written, results)):
-            need(stated is None or len(stated) == count, f"{name} of {count} tensors")
+        for name, amounts, count in (("reads", self.bytes_read, operands), ("writes", self.bytes_written, results)):
+            need(amounts is None or len(amounts) == count, f"{name} of {count} tensors")
 
 
 @register
@@ -160,11 +160,11 @@ class Opaque(StatedCosts):
 
     def __post_init__(self) -> None:
         """Normalize `backward`, which files and rewriters pass as a mapping or a tuple."""
-        stated: Any = self.backward
-        if isinstance(stated, Mapping):
-            object.__setattr__(self, "backward", OpaqueBackward(**stated))
-        elif stated is not None:
-            object.__setattr__(self, "backward", OpaqueBackward(*stated))
+        backward: Any = self.backward
+        if isinstance(backward, Mapping):
+            object.__setattr__(self, "backward", OpaqueBackward(**backward))
+        elif backward is not None:
+            object.__setattr__(self, "backward", OpaqueBackward(*backward))
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the stated outputs."""
@@ -174,8 +174,8 @@ class Opaque(StatedCosts):
         """Check amounts and indices against the operands and results."""
         self.need_amounts(len(operands), len(self.outputs))
         if self.backward is not None:
-            stated = (self.backward.inputs, len(operands)), (self.backward.outputs, len(self.outputs))
-            for name, (places, count) in zip(("inputs", "outputs"), stated, strict=True):
+            saved = (self.backward.inputs, len(operands)), (self.backward.outputs, len(self.outputs))
+            for name, (places, count) in zip(("inputs", "outputs"), saved, strict=True):
                 need(all(i < count for i in places), f"backward: {name} {shown(places)} of {count}")
 
 
@@ -199,10 +199,12 @@ class Transfer(OpKind):
         x = operands[-1]
         if not self.into:
             return [Result(x.sizes, x.dtype, domain=x.domain, host=self.to == "host")]
-        there = operands[0]
-        if (there.sizes, there.dtype) != (x.sizes, x.dtype) or there.storage.host != (self.to == "host"):
-            raise ShapeError(f"transfer of {x!r} into {there!r}, expected one of its shape and format on the {self.to}")
-        return [itself(there)]
+        target = operands[0]
+        if (target.sizes, target.dtype) != (x.sizes, x.dtype) or target.storage.host != (self.to == "host"):
+            raise ShapeError(
+                f"transfer of {x!r} into {target!r}, expected a tensor of the same shape and format on the {self.to}"
+            )
+        return [itself(target)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return the copied elements."""
@@ -273,56 +275,56 @@ def opaque(
     need_list(f"{place}: inputs", inputs)
     listed = outputs if isinstance(outputs, list) else [outputs]
     graph = current_graph(inputs[0].graph if inputs and isinstance(inputs[0], Tensor) else None)
-    back = None if backward is None else _backward(f"{place}: backward", backward, len(inputs), len(listed))
+    backward_costs = None if backward is None else _backward(f"{place}: backward", backward, len(inputs), len(listed))
     kind = Opaque(
         **_flops(place, flops),
         outputs=tuple(_output(f"{place}: output {i + 1}", o, graph) for i, o in enumerate(listed)),
-        bytes_read=_stated(f"{place}: reads", reads, len(inputs)),
-        bytes_written=_stated(f"{place}: writes", writes, len(listed)),
+        bytes_read=_byte_amounts(f"{place}: reads", reads, len(inputs)),
+        bytes_written=_byte_amounts(f"{place}: writes", writes, len(listed)),
         workspace=amount(f"{place}: workspace", workspace),
-        backward=back,
+        backward=backward_costs,
     )
-    made = apply(kind, list(inputs), name)
-    return made if isinstance(outputs, list) else made[0]
+    results = apply(kind, list(inputs), name)
+    return results if isinstance(outputs, list) else results[0]
 
 
 def _flops(place: str, flops: object) -> dict[str, Any]:
     kinds = dict(flops) if isinstance(flops, Mapping) else {"pointwise": flops}
     if not kinds:
-        raise GraphError(f"{place}: no FLOPs stated, expected 0 of an op that does none")
+        raise GraphError(f"{place}: no FLOPs stated, pass 0 for an op without FLOPs")
     for kind in kinds:
         need_choice(f"{place}: FLOPs of kind", kind, _KINDS)
     return {kind: amount(f"{place}: {kind} FLOPs", kinds.get(kind, ZERO)) for kind in _KINDS}
 
 
-def _backward(place: str, stated: object, inputs: int, outputs: int) -> OpaqueBackward:
+def _backward(place: str, costs: object, inputs: int, outputs: int) -> OpaqueBackward:
     """Return the stated costs of a backward pass."""
-    known = ("flops", "saves", "reads", "writes", "workspace")
-    if not isinstance(stated, Mapping) or not {"flops", "saves"} <= set(stated) <= set(known):
+    allowed = ("flops", "saves", "reads", "writes", "workspace")
+    if not isinstance(costs, Mapping) or not {"flops", "saves"} <= set(costs) <= set(allowed):
         raise GraphError(
-            f"{place}: {stated!r}, expected a mapping with flops and saves, and of {', '.join(known)} only"
+            f"{place}: {costs!r}, expected a mapping with flops and saves, and no keys but {', '.join(allowed)}"
         )
-    saves = stated["saves"]
+    saves = costs["saves"]
     if not isinstance(saves, Mapping) or not set(saves) <= {"inputs", "outputs"}:
-        raise GraphError(f"{place}: saves {saves!r}, expected places by 'inputs' and 'outputs'")
-    kept: dict[str, Any] = {}
-    for what, count in (("inputs", inputs), ("outputs", outputs)):
-        places = kept[what] = tuple(need_list(f"{place}: saves of {what}", saves.get(what, ())))
+        raise GraphError(f"{place}: saves {saves!r}, expected indices by 'inputs' and 'outputs'")
+    saved: dict[str, Any] = {}
+    for side, count in (("inputs", inputs), ("outputs", outputs)):
+        places = saved[side] = tuple(need_list(f"{place}: saves of {side}", saves.get(side, ())))
         if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count for i in places):
-            raise GraphError(f"{place}: saves {what} {places!r}, expected places below {count}")
-    read = outputs + sum(map(len, kept.values()))
+            raise GraphError(f"{place}: saves {side} {places!r}, expected indices below {count}")
+    tensors_read = outputs + sum(map(len, saved.values()))
     return OpaqueBackward(
-        **_flops(place, stated["flops"]),
-        **kept,
-        reads=_in_all_or_each(f"{place}: reads", stated.get("reads"), read),
-        writes=_in_all_or_each(f"{place}: writes", stated.get("writes"), inputs),
-        workspace=amount(f"{place}: workspace", stated.get("workspace", 0)),
+        **_flops(place, costs["flops"]),
+        **saved,
+        reads=_total_or_per_tensor(f"{place}: reads", costs.get("reads"), tensors_read),
+        writes=_total_or_per_tensor(f"{place}: writes", costs.get("writes"), inputs),
+        workspace=amount(f"{place}: workspace", costs.get("workspace", 0)),
     )
 
 
-def _in_all_or_each(place: str, stated: object, expected: int) -> tuple[Poly, ...] | None:
-    found = _stated(place, stated, expected)
-    return found if found is None or isinstance(stated, list | tuple) else found[:1]
+def _total_or_per_tensor(place: str, value: object, expected: int) -> tuple[Poly, ...] | None:
+    amounts = _byte_amounts(place, value, expected)
+    return amounts if amounts is None or isinstance(value, list | tuple) else amounts[:1]
 
 
 def _output(place: str, output: object, graph: Graph) -> tuple[Shape, DType]:
@@ -333,17 +335,17 @@ def _output(place: str, output: object, graph: Graph) -> tuple[Shape, DType]:
     return sizes_of(output, place), graph.root.dtype
 
 
-def _stated(place: str, stated: object, expected: int) -> tuple[Poly, ...] | None:
+def _byte_amounts(place: str, value: object, expected: int) -> tuple[Poly, ...] | None:
     """Return the bytes of each tensor; a single total is assigned to the first."""
-    if stated is None:
+    if value is None:
         return None
-    if not isinstance(stated, list | tuple):
+    if not isinstance(value, list | tuple):
         if not expected:
-            raise GraphError(f"{place}: {stated!r} bytes, expected an input that they are of")
-        return amount(place, stated), *(ZERO,) * (expected - 1)
-    if len(stated) != expected:
-        raise GraphError(f"{place}: {len(stated)} amounts, expected one for each of {expected}")
-    return tuple(amount(f"{place} {i + 1}", a) for i, a in enumerate(stated))
+            raise GraphError(f"{place}: {value!r} bytes, expected a tensor that they belong to")
+        return amount(place, value), *(ZERO,) * (expected - 1)
+    if len(value) != expected:
+        raise GraphError(f"{place}: {len(value)} amounts, expected one for each of {expected} tensors")
+    return tuple(amount(f"{place} {i + 1}", a) for i, a in enumerate(value))
 
 
 def transfer(x: Tensor, link: str = "pcie", *, to: str = "device", name: str = "transfer") -> Tensor:
@@ -380,8 +382,10 @@ Output = tuple[Shape, DType, tuple[Poly, ...] | None, int | None, Poly]
 def _is_call_output(value: object) -> bool:
     if not isinstance(value, tuple) or len(value) != 5:
         return False
-    sizes, dtype, strides, of, offset = value
-    fits = all_of(is_size)(sizes) and isinstance(dtype, DType) and is_amount(offset) and (of is None or is_count(of))
+    sizes, dtype, strides, base, offset = value
+    fits = (
+        all_of(is_size)(sizes) and isinstance(dtype, DType) and is_amount(offset) and (base is None or is_count(base))
+    )
     return fits and (strides is None or (all_of(is_amount)(strides) and len(strides) == len(sizes)))
 
 
@@ -400,21 +404,21 @@ class Foreign(StatedCosts):
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the recorded outputs."""
         outputs, pieces = self.outputs, self.pieces or (0,) * len(self.outputs)
-        need(len(pieces) == len(outputs), f"{len(pieces)} pieces of {len(outputs)} results")
-        for own, (sizes, _, _, of, _) in zip(pieces, outputs, strict=True):
-            need(own <= len(sizes), f"{own} pieces of {len(sizes)} axes")
-            need(of is None or of < len(operands), f"a view of operand {of} of {len(operands)}")
+        need(len(pieces) == len(outputs), f"{len(pieces)} entries of pieces for {len(outputs)} results")
+        for leading, (sizes, _, _, base, _) in zip(pieces, outputs, strict=True):
+            need(leading <= len(sizes), f"{leading} pieces of {len(sizes)} axes")
+            need(base is None or base < len(operands), f"a view of operand {base} of {len(operands)}")
         return [
-            Result(sizes, dtype, strides, of=of, offset=offset, pieces=own)
-            for (sizes, dtype, strides, of, offset), own in zip(outputs, pieces, strict=True)
+            Result(sizes, dtype, strides, of=base, offset=offset, pieces=leading)
+            for (sizes, dtype, strides, base, offset), leading in zip(outputs, pieces, strict=True)
         ]
 
     @property
     def is_blind(self) -> bool:
         """Whether it only creates tensors and reads nothing, as random numbers and `empty` do."""
         written = self.bytes_written or (None,) * len(self.outputs)
-        new = all(of is None or n != ZERO for (*_, of, _), n in zip(self.outputs, written, strict=True))
-        return new and self.bytes_read is not None and not any(self.bytes_read)
+        all_new = all(base is None or n != ZERO for (*_, base, _), n in zip(self.outputs, written, strict=True))
+        return all_new and self.bytes_read is not None and not any(self.bytes_read)
 
     def flops(self, op: Op) -> Flops:
         """Return the recorded FLOPs, masked ones included."""
@@ -427,9 +431,9 @@ class Foreign(StatedCosts):
 
 def refusal(place: str, op: Op, instead: str) -> UnsupportedError:
     """Return the error of a transform that cannot handle a recorded call."""
-    what = op.name if op.call is None else op.call.target
+    target = op.name if op.call is None else op.call.target
     return UnsupportedError(
-        f"{place}: {op.name!r} of graph {op.graph.root.name!r} is a recorded call of {what}, expected declared ops; "
+        f"{place}: {op.name!r} of graph {op.graph.root.name!r} is a recorded call of {target}, expected declared ops; "
         f"{instead}"
     )
 
@@ -439,19 +443,19 @@ def exact(graph: Graph) -> set[Op]:
 
     Examples are expert counts and sequence positions: they keep their dtype when the dtype of the model changes.
     """
-    found = set[Op]()
+    calls = set[Op]()
     for body in graph.bodies():
-        known = {t for t in body.tensors if t.producer is None and t.dtype.kind != "float"}
+        integer_tensors = {t for t in body.tensors if t.producer is None and t.dtype.kind != "float"}
         for op in body.ops:
-            made_of_known = op.operands and known.issuperset(op.operands)
-            known.update(t for t in op.results if made_of_known or t.dtype.kind != "float")
-        wanted = set[Tensor]()
+            from_integers = op.operands and integer_tensors.issuperset(op.operands)
+            integer_tensors.update(t for t in op.results if from_integers or t.dtype.kind != "float")
+        needed = set[Tensor]()
         for op in reversed(list(body.ops)):
-            asked = isinstance(op.kind, Foreign) or not wanted.isdisjoint(op.results)
-            if asked and known.issuperset((*op.operands, *op.results)):
-                found.add(op)
-                wanted.update(t for t in op.operands if t.dtype.kind == "float")
-    return found
+            relevant = isinstance(op.kind, Foreign) or not needed.isdisjoint(op.results)
+            if relevant and integer_tensors.issuperset((*op.operands, *op.results)):
+                calls.add(op)
+                needed.update(t for t in op.operands if t.dtype.kind == "float")
+    return calls
 
 
 def need_declared(place: str, graph: Graph, instead: str, *, floats: bool = False) -> None:
@@ -460,7 +464,7 @@ def need_declared(place: str, graph: Graph, instead: str, *, floats: bool = Fals
     The message names the call and recommends `instead`. With `floats`, calls on integers only and calls that read
     nothing are allowed.
     """
-    kept = exact(graph) if floats else set()
+    integer_calls = exact(graph) if floats else set()
     for op in graph.walk():
-        if isinstance(op.kind, Foreign) and op not in kept and not (floats and op.kind.is_blind):
+        if isinstance(op.kind, Foreign) and op not in integer_calls and not (floats and op.kind.is_blind):
             raise refusal(place, op, instead)

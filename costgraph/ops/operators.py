@@ -8,7 +8,7 @@ from ..ir.graph import (
     OPERATORS,
     Tensor,
     need_tensor,
-    whole,
+    transactional,
 )
 from .einsum import einsum
 from .elementwise import pointwise
@@ -40,20 +40,20 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     if not a.ndim or not b.ndim:
         raise ShapeError(f"@ of {a!r} and {b!r}: expected at least one axis each")
     batch = [f"b{i}" for i in range(max(a.ndim, b.ndim) - 2)][::-1]
-    left = [*batch[len(batch) - (a.ndim - 2) :], "i", "k"] if a.ndim > 1 else ["k"]
-    right = [*batch[len(batch) - (b.ndim - 2) :], "k", "j"] if b.ndim > 1 else ["k"]
-    out = [*batch, *(["i"] if a.ndim > 1 else []), *(["j"] if b.ndim > 1 else [])]
-    for t, names in ((a, left), (b, right)):
+    a_names = [*batch[len(batch) - (a.ndim - 2) :], "i", "k"] if a.ndim > 1 else ["k"]
+    b_names = [*batch[len(batch) - (b.ndim - 2) :], "k", "j"] if b.ndim > 1 else ["k"]
+    result_names = [*batch, *(["i"] if a.ndim > 1 else []), *(["j"] if b.ndim > 1 else [])]
+    for t, names in ((a, a_names), (b, b_names)):
         for i, n in enumerate(names[: max(t.ndim - 2, 0)]):
             # broadcast a batch axis of size 1
             other = b if t is a else a
             if (
                 t.sizes[i] == 1
-                and n in (right if t is a else left)
-                and other.sizes[(right if t is a else left).index(n)] != 1
+                and n in (b_names if t is a else a_names)
+                and other.sizes[(b_names if t is a else a_names).index(n)] != 1
             ):
                 names[i] = "1"
-    return einsum(a, b, f"{' '.join(left)}, {' '.join(right)} -> {' '.join(out)}", name="matmul")
+    return einsum(a, b, f"{' '.join(a_names)}, {' '.join(b_names)} -> {' '.join(result_names)}", name="matmul")
 
 
 def transpose(x: Tensor) -> Tensor:
@@ -77,4 +77,4 @@ OPERATORS["neg"] = lambda x: pointwise("neg", x)
 OPERATORS["matmul"] = matmul
 OPERATORS["index"] = index
 OPERATORS["transpose"] = transpose
-OPERATORS.update({name: whole(function, name) for name, function in OPERATORS.items()})
+OPERATORS.update({name: transactional(function, name) for name, function in OPERATORS.items()})

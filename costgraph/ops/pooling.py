@@ -68,28 +68,31 @@ class PoolingBase(OpKind):
     def split(self, op: Op, x: Tensor) -> Split:
         """Return the rule that splits axes without windows."""
         (dims,) = self.pattern.operands
-        pooled = tuple(d.names if isinstance(d, Axes) else (f"{d.terms[0][0]} before",) for d in dims)
-        made = tuple(d.names for d in self.pattern.result if isinstance(d, Axes))
+        input_labels = tuple(d.names if isinstance(d, Axes) else (f"{d.terms[0][0]} before",) for d in dims)
+        result_labels = tuple(d.names for d in self.pattern.result if isinstance(d, Axes))
         slid = [d.terms[0][0] for d in dims if isinstance(d, Affine)]
-        extents = {n: self.extents[n] for names in made for n in names}
-        extents |= {names[0]: n for names, n in zip(pooled, x.sizes, strict=True) if len(names) == 1}
+        extents = {n: self.extents[n] for names in result_labels for n in names}
+        extents |= {names[0]: n for names, n in zip(input_labels, x.sizes, strict=True) if len(names) == 1}
 
-        def local(own: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
-            return replace(self, extents={n: own.get(n, size) for n, size in self.extents.items()})
+        def local(local_extents: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
+            return replace(self, extents={n: local_extents.get(n, size) for n, size in self.extents.items()})
 
-        operands = tuple(pooled if t is x else made for t in op.operands)
-        results = tuple(made if x is op.operands[0] else pooled for _ in op.results)
-        whole = frozenset([*slid, *(f"{n} before" for n in slid)])
-        return Split(operands, results, extents, local, whole=whole)
+        operands = tuple(input_labels if t is x else result_labels for t in op.operands)
+        results = tuple(result_labels if x is op.operands[0] else input_labels for _ in op.results)
+        unsplittable = frozenset([*slid, *(f"{n} before" for n in slid)])
+        return Split(operands, results, extents, local, whole=unsplittable)
 
     def need_windows(self, x: Tensor) -> None:
         """Check the pattern against the pooled tensor."""
         need_indexed([x], self.pattern, self.extents)
         need(len(self.pattern.operands) == 1, "a pooling of several operands")
         need_plain(self.pattern)
-        kept = [a.names for a in self.pattern.operands[0] if isinstance(a, Axes)]
+        unpooled = [a.names for a in self.pattern.operands[0] if isinstance(a, Axes)]
         slid = [(a.terms[0][0],) for a in self.pattern.operands[0] if isinstance(a, Affine)]
-        need([a.names for a in self.pattern.result] == kept + slid, f"the result of pattern {shown(str(self.pattern))}")
+        need(
+            [a.names for a in self.pattern.result] == unpooled + slid,
+            f"the result of pattern {shown(str(self.pattern))}",
+        )
 
 
 @register

@@ -60,12 +60,10 @@ class Reduce(OpKind):
         rules.need_operands(self, operands, 1)
         x, operation = operands[0], self.operation
         if x.dtype.kind == "complex" and operation not in ("sum", "mean"):
-            raise UnsupportedError(
-                f"{operation} of complex numbers: no rule says what it costs, expected a sum or a mean"
-            )
+            raise UnsupportedError(f"{operation} of complex numbers has no cost rule, expected a sum or a mean")
         names = [a.names[0] if a.names else None for a in self.pattern.operands[0]]
-        kept = [a.names[0] if a.names else None for a in self.pattern.result]
-        places = [names.index(n) if n is not None else None for n in kept]
+        result_names = [a.names[0] if a.names else None for a in self.pattern.result]
+        places = [names.index(n) if n is not None else None for n in result_names]
         sizes = tuple(ONE if p is None else x.sizes[p] for p in places)
         dtype = {"any": "bool", "all": "bool", "argmax": "int64", "argmin": "int64"}.get(operation)
         if operation in ("sum", "prod") and x.dtype.kind in ("int", "bool"):
@@ -77,25 +75,28 @@ class Reduce(OpKind):
 
     def placed(self, op: Op) -> Split:
         """Split kept axes, and reduced axes if partial results can be reduced again."""
-        left, right = ([a.names for a in dims] for dims in (self.pattern.operands[0], self.pattern.result))
-        gone = {n for names in left for n in names} - {n for names in right for n in names}
-        again = self.operation in ("sum", "mean", "max", "min")
+        operand_names, result_names = (
+            [a.names for a in dims] for dims in (self.pattern.operands[0], self.pattern.result)
+        )
+        reduced_names = {n for names in operand_names for n in names} - {n for names in result_names for n in names}
+        reducible = self.operation in ("sum", "mean", "max", "min")
         domain = op.operands[0].domain if self.operation == "mean" else None
         # a mean of ranks' means needs equal counts, and early queries of a causal domain see fewer keys
-        uneven = gone & {n for i in domain[1:] for n in left[i]} if domain is not None else ()
+        uneven = reduced_names & {n for i in domain[1:] for n in operand_names[i]} if domain is not None else ()
         return sharding_rule.across(
-            op, [tuple(left)], tuple(right), lambda extents, ranks: self, whole=frozenset(uneven),
-            reduced=dict.fromkeys(gone, self.operation) if again else {}, linear=self.operation in ("sum", "mean"),
+            op, [tuple(operand_names)], tuple(result_names), lambda extents, ranks: self, whole=frozenset(uneven),
+            reduced=dict.fromkeys(reduced_names, self.operation) if reducible else {},
+            linear=self.operation in ("sum", "mean"),
         )  # fmt: skip
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Check the pattern against the operand: single axes, each once."""
         pattern, x = self.pattern, operands[0]
         need(len(pattern.operands) == 1 and len(pattern.operands[0]) == x.ndim, "the operands of the pattern")
-        plain = all(isinstance(a, Axes) and len(a.names) <= 1 for a in (*pattern.operands[0], *pattern.result))
-        before, after = pattern.operand_names(0), set(pattern.result_names)
-        once = len(set(before)) == len(before) == x.ndim
-        need(plain and once and after < set(before), f"pattern {shown(str(pattern))}")
+        single = all(isinstance(a, Axes) and len(a.names) <= 1 for a in (*pattern.operands[0], *pattern.result))
+        operand_names, result_names = pattern.operand_names(0), set(pattern.result_names)
+        once = len(set(operand_names)) == len(operand_names) == x.ndim
+        need(single and once and result_names < set(operand_names), f"pattern {shown(str(pattern))}")
         need_plain(pattern)
 
 
@@ -138,7 +139,7 @@ def reduce(x: Tensor, pattern: PatternText, /, operation: str, *, name: str = ""
     need_tensor("reduce", x)
     parsed = parse_pattern(pattern, (x.ndim,))
     if any(isinstance(a, Affine) for a in (*parsed.operands[0], *parsed.result)):
-        raise PatternError(f"pattern {pattern!r}: an index such as h*2+r, expected names")
+        raise PatternError(f"pattern {pattern!r}: affine index such as h*2+r, expected axis names")
     names = parsed.operand_names(0)
     if len(set(names)) < len(names):
         raise PatternError(f"pattern {pattern!r}: expected each axis of the operand once")
@@ -147,27 +148,27 @@ def reduce(x: Tensor, pattern: PatternText, /, operation: str, *, name: str = ""
     extents = extents_of(graph, parsed, [x], sizes_by_name("reduce", sizes))
     unused = sorted(set(extents) - set(names))
     if unused:
-        raise PatternError(f"pattern {pattern!r}: size given for {unused[0]!r}, which is no axis of it")
+        raise PatternError(f"pattern {pattern!r}: size given for {unused[0]!r}, which is not one of its axes")
     missing = sorted(set(parsed.result_names) - set(parsed.operand_names(0)))
     if missing:
         raise PatternError(f"pattern {pattern!r}: axis {missing[0]!r} of the result is not in the operand")
     if set(parsed.result_names) == set(parsed.operand_names(0)):
-        raise PatternError(f"pattern {pattern!r}: nothing is reduced, expected an axis that the result leaves out")
+        raise PatternError(f"pattern {pattern!r}: nothing is reduced, expected an axis that the result omits")
     if any(len(a.names) != 1 for a in parsed.operands[0]):
-        given: dict[str, Any] = {n: extents[n] for n in names}
-        x = rearrange(x, f"{' '.join(map(str, parsed.operands[0]))} -> {' '.join(names)}", **given)
-    plain = parse_pattern(f"{' '.join(names)} -> {' '.join(a.names[0] if a.names else '1' for a in _flat(parsed))}")
-    (y,) = apply(Reduce(pattern=plain, operation=operation), [x], named(name, operation))
+        axis_sizes: dict[str, Any] = {n: extents[n] for n in names}
+        x = rearrange(x, f"{' '.join(map(str, parsed.operands[0]))} -> {' '.join(names)}", **axis_sizes)
+    flat = parse_pattern(f"{' '.join(names)} -> {' '.join(a.names[0] if a.names else '1' for a in _flat(parsed))}")
+    (y,) = apply(Reduce(pattern=flat, operation=operation), [x], named(name, operation))
     if any(len(a.names) > 1 for a in parsed.result):
-        given = {n: extents[n] for n in parsed.result_names}
-        left = " ".join(a.names[0] if a.names else "1" for a in _flat(parsed))
-        y = rearrange(y, f"{left} -> {' '.join(map(str, parsed.result))}", **given)
+        axis_sizes = {n: extents[n] for n in parsed.result_names}
+        flat_names = " ".join(a.names[0] if a.names else "1" for a in _flat(parsed))
+        y = rearrange(y, f"{flat_names} -> {' '.join(map(str, parsed.result))}", **axis_sizes)
     return y
 
 
 def _flat(pattern: Pattern) -> list[Axes | Affine]:
     """Return the result's dimensions with merged axes split; merging them is a separate op."""
-    out: list[Axes | Affine] = []
+    dims: list[Axes | Affine] = []
     for a in pattern.result:
-        out += [Axes((n,)) for n in a.names] if len(a.names) > 1 else [a]
-    return out
+        dims += [Axes((n,)) for n in a.names] if len(a.names) > 1 else [a]
+    return dims

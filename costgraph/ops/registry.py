@@ -45,19 +45,19 @@ def register(kind: K) -> K:
     return kind
 
 
-def adding(table: dict[Key, F], has: str, *keys: Key, what: str = "op kind") -> Callable[[F], F]:
+def adding(table: dict[Key, F], entry: str, *keys: Key, what: str = "op kind") -> Callable[[F], F]:
     """Return a decorator that adds functions to a table under the given keys.
 
     The decorator raises GraphError if a key is taken.
     """
 
-    def decorate(found: F) -> F:
+    def decorate(function: F) -> F:
         for key in keys:
             if key in table:
                 name = key if isinstance(key, str) else key.name
-                raise GraphError(f"{what} {name!r} has {has} already, expected a new name")
-            table[key] = found
-        return found
+                raise GraphError(f"{what} {name!r} already has {entry}, expected a new name")
+            table[key] = function
+        return function
 
     return decorate
 

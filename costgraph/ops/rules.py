@@ -54,19 +54,19 @@ def elements(t: Tensor) -> Poly:
 
 def once(op: Op, amounts: Sequence[Poly]) -> tuple[Poly, ...]:
     """Count elements that operands share once, at the first of them."""
-    out = list(amounts)
-    first: dict[tuple[object, ...], int] = {}
+    counts = list(amounts)
+    first_index: dict[tuple[object, ...], int] = {}
     for i, t in enumerate(op.operands):
         region = t.region()
-        j = first.setdefault(region, i)
+        j = first_index.setdefault(region, i)
         if j != i:
-            out[j], out[i] = larger(out[j], out[i]), ZERO
-    for region, i in first.items():
+            counts[j], counts[i] = larger(counts[j], counts[i]), ZERO
+    for region, i in first_index.items():
         whole_region = (region[0],)
-        if region != whole_region and whole_region in first:
-            j = first[whole_region]  # the index may reach only a part of it
-            out[j], out[i] = larger(out[j], out[i]), ZERO
-    return tuple(out)
+        if region != whole_region and whole_region in first_index:
+            j = first_index[whole_region]  # the index may reach only a part of it
+            counts[j], counts[i] = larger(counts[j], counts[i]), ZERO
+    return tuple(counts)
 
 
 # -- FLOPs -------------------------------------------------------------------------------------------------------
@@ -84,15 +84,15 @@ def in_the_body(kind: OpKind, op: Op) -> Flops:
 
 def per_element_reduced(kind: OpKind, op: Op) -> Flops:
     """Count one FLOP per operand element, two for complex numbers."""
-    return Flops(pointwise=points(op.operands[0]) * _parts(op.operands[0]))
+    return Flops(pointwise=points(op.operands[0]) * _components(op.operands[0]))
 
 
 def per_result(kind: OpKind, op: Op) -> Flops:
     """Count one FLOP per result element, two for complex numbers."""
-    return Flops(pointwise=points(op.results[0]) * _parts(op.results[0]))
+    return Flops(pointwise=points(op.results[0]) * _components(op.results[0]))
 
 
-def _parts(t: Tensor) -> int:
+def _components(t: Tensor) -> int:
     return 2 if t.dtype.kind == "complex" else 1
 
 
@@ -119,10 +119,10 @@ def whole(kind: OpKind, op: Op) -> tuple[Poly, ...]:
 
 def under_the_result(kind: OpKind, op: Op) -> tuple[Poly, ...]:
     """Return the elements that the result reaches in every operand by broadcasting."""
-    made = op.results[0]
-    if made.domain is None:
+    result = op.results[0]
+    if result.domain is None:
         return whole(kind, op)
-    return once(op, [reached(t, made.sizes, made.domain, [bool(s) for s in t.strides]) for t in op.operands])
+    return once(op, [reached(t, result.sizes, result.domain, [bool(s) for s in t.strides]) for t in op.operands])
 
 
 def moved_if_copied(kind: OpKind, op: Op) -> tuple[Poly, ...]:
@@ -148,27 +148,27 @@ def reached_by_index(
     for i, t in enumerate(op.operands):
         # an expanded axis repeats the same elements
         names = [n for dim, stride in zip(pattern.operands[i], t.strides, strict=True) if stride for n in dim.names]
-        left, skip = ONE, set[str]()
+        count, domain_axes = ONE, set[str]()
         if restriction is not None:
             domain, query, key = restriction
-            skip = {query, key}.intersection(names)
-            both = {"query": query in skip, "key": key in skip}
-            left = domain.reached(extents[query], extents[key], op.graph.root.relations, **both)
-        seen: set[str] = set()
+            domain_axes = {query, key}.intersection(names)
+            flags = {"query": query in domain_axes, "key": key in domain_axes}
+            count = domain.reached(extents[query], extents[key], op.graph.root.relations, **flags)
+        counted: set[str] = set()
         for dim, size, stride in zip(pattern.operands[i], t.sizes, t.strides, strict=True):
             if not stride:
                 continue
             if isinstance(dim, Affine):
-                left = left * _reached(dim, extents, size)
+                count = count * _reached_positions(dim, extents, size)
             else:
-                new = [n for n in dim.names if n not in skip and n not in seen]
-                left = prod((extents[n] for n in new), start=left)
-                seen.update(new)  # a diagonal: one axis in two places
-        amounts.append(left)
+                uncounted = [n for n in dim.names if n not in domain_axes and n not in counted]
+                count = prod((extents[n] for n in uncounted), start=count)
+                counted.update(uncounted)  # a diagonal: one axis in two places
+        amounts.append(count)
     return once(op, amounts)
 
 
-def _reached(index: Affine, extents: Mapping[str, Poly], size: Poly) -> Poly:
+def _reached_positions(index: Affine, extents: Mapping[str, Poly], size: Poly) -> Poly:
     """Count the positions that an affine index reaches on an axis, without padding.
 
     With `stride*h + dilation*r - padding`, the window positions fall into residue classes modulo the stride. Within a
@@ -176,31 +176,38 @@ def _reached(index: Affine, extents: Mapping[str, Poly], size: Poly) -> Poly:
     """
     if len(index.terms) == 1:
         ((name, step),) = index.terms
-        return extents[name] if index.offset >= 0 else _united([(0, 0)], 0, extents[name], step, index.offset, size)
+        return (
+            extents[name]
+            if index.offset >= 0
+            else _reached_by_runs([(0, 0)], 0, extents[name], step, index.offset, size)
+        )
     # the symbolic extent, or the larger one, runs along the output, the other along the window
     terms = sorted(index.terms, key=lambda term: _window_first(extents[term[0]]))
     (window, dilation), *others = terms
     if len(others) != 1 or not isinstance(extents[window].constant, int):
-        known = [extents[n] for n, _ in index.terms]
+        sizes = [extents[n] for n, _ in index.terms]
         if all(step == 1 for _, step in index.terms) and index.offset >= 0:
-            return sum(known, start=ZERO) - (len(known) - 1)
+            return sum(sizes, start=ZERO) - (len(sizes) - 1)
         raise UnsupportedError(
-            f"index {index}: expected a window of numeric size to count the elements that it reaches"
+            f"index {index}: expected a window of constant size, to count the elements that it reaches"
         )
-    along, stride = others[0]
+    output, stride = others[0]
     width = int(extents[window].constant or 0)
     if dilation == 1 and stride <= width and index.offset <= 0:
-        return _one_piece(width, extents[along], stride, -index.offset, size)
+        return _reached_by_adjacent_windows(width, extents[output], stride, -index.offset, size)
     classes: dict[int, list[tuple[int, int]]] = {}
     for r in range(width):
-        at = r * dilation // stride
-        runs = classes.setdefault(r * dilation % stride, [])
-        if runs and at <= runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], at)
+        start = r * dilation // stride
+        class_runs = classes.setdefault(r * dilation % stride, [])
+        if class_runs and start <= class_runs[-1][1] + 1:
+            class_runs[-1] = (class_runs[-1][0], start)
         else:
-            runs.append((at, at))
-    parts = [_united(runs, rest, extents[along], stride, index.offset, size) for rest, runs in classes.items()]
-    return sum(parts, start=ZERO)
+            class_runs.append((start, start))
+    counts = [
+        _reached_by_runs(class_runs, residue, extents[output], stride, index.offset, size)
+        for residue, class_runs in classes.items()
+    ]
+    return sum(counts, start=ZERO)
 
 
 def _window_first(extent: Poly) -> tuple[bool, int]:
@@ -208,7 +215,7 @@ def _window_first(extent: Poly) -> tuple[bool, int]:
     return size is None, int(size or 0)
 
 
-def _one_piece(width: int, count: Poly, stride: int, padding: int, size: Poly) -> Poly:
+def _reached_by_adjacent_windows(width: int, count: Poly, stride: int, padding: int, size: Poly) -> Poly:
     """Count the positions reached by windows that touch or overlap: from the first to the end of the last."""
     fits = windows_along(size, width - 1 - 2 * padding, stride)
     if count == fits and padding >= stride - 1:
@@ -216,20 +223,22 @@ def _one_piece(width: int, count: Poly, stride: int, padding: int, size: Poly) -
     return at_least_zero(smaller((count - 1) * stride + width - padding, size))  # 0 if all are padding
 
 
-def _united(runs: Sequence[tuple[int, int]], first: int, count: Poly, stride: int, offset: int, size: Poly) -> Poly:
+def _reached_by_runs(
+    runs: Sequence[tuple[int, int]], first: int, count: Poly, stride: int, offset: int, size: Poly
+) -> Poly:
     """Count k with a <= k < b + count for one of the runs (a, b), and 0 <= first + stride*k + offset < size."""
     begin = max(0, -((first + offset) // stride))
     end = windows_along(size, first + offset, stride)
     if len(runs) == 1:  # consecutive runs have no gaps, and the padding is smaller than the window
         ((a, b),) = runs
         return at_least_zero(smaller(count + b, end) - max(a, begin))
-    parts = []
+    counts = []
     for i, (a, b) in enumerate(runs):
-        last = smaller(count + b, end)
+        stop = smaller(count + b, end)
         if i + 1 < len(runs):  # positions that the next run also reaches count there
-            last = smaller(last, poly(max(runs[i + 1][0], begin)))
-        parts.append(at_least_zero(last - max(a, begin)))
-    return sum(parts, start=ZERO)
+            stop = smaller(stop, poly(max(runs[i + 1][0], begin)))
+        counts.append(at_least_zero(stop - max(a, begin)))
+    return sum(counts, start=ZERO)
 
 
 def in_elements(tensors: Sequence[Tensor], amounts: Sequence[Poly]) -> tuple[Poly, ...]:

@@ -39,14 +39,14 @@ def alike(
     op: Op, *, whole: Sequence[int] = (), linear: bool = False, local: Any = None, others: Sequence[int] = ()
 ) -> Split:
     """Return a rule with operand axes broadcast from the right onto result axes; axes in `whole` cannot be split."""
-    made = op.results[0]
-    names = [f"a{i}" for i in range(made.ndim)]
-    extents = dict(zip(names, made.sizes, strict=True))
+    result = op.results[0]
+    names = [f"a{i}" for i in range(result.ndim)]
+    extents = dict(zip(names, result.sizes, strict=True))
 
     def labels(t: Tensor) -> Labels:
-        lead = made.ndim - t.ndim
-        own = [(n, made.sizes[i + lead], names[i + lead]) for i, n in enumerate(t.sizes)]
-        return tuple(() if n == ONE and full != ONE else (name,) for n, full, name in own)
+        lead = result.ndim - t.ndim
+        axes = [(n, result.sizes[i + lead], names[i + lead]) for i, n in enumerate(t.sizes)]
+        return tuple(() if n == ONE and result_size != ONE else (name,) for n, result_size, name in axes)
 
     return Split(
         operands=tuple(None if i in others else labels(t) for i, t in enumerate(op.operands)),
@@ -71,13 +71,17 @@ def same_shape(kind: OpKind, op: Op) -> Split:
 def in_blocks(rule: Split, axis: int, blocks: Poly, *, of_operand: bool) -> Split:
     """Extend a rule to an op with several blocks along an axis on one side, and one block on the other."""
 
-    def several(labels: Labels) -> Labels:
+    def with_blocks(labels: Labels) -> Labels:
         return tuple(("n", *names) if i == axis else names for i, names in enumerate(labels))
 
     extents = {**rule.extents, "n": blocks}
     if of_operand:
-        return replace(rule, operands=tuple(each and several(each) for each in rule.operands), extents=extents)
-    return replace(rule, results=tuple(map(several, rule.results)), extents=extents)
+        return replace(
+            rule,
+            operands=tuple(operand_labels and with_blocks(operand_labels) for operand_labels in rule.operands),
+            extents=extents,
+        )
+    return replace(rule, results=tuple(map(with_blocks, rule.results)), extents=extents)
 
 
 def summed(kind: OpKind, op: Op) -> Split:
@@ -102,7 +106,7 @@ def fresh(kind: Any, op: Op) -> Split:
 
 
 def refined(
-    a: Sizes, b: Sizes, same: Any
+    a: Sizes, b: Sizes, equal: Any
 ) -> tuple[dict[str, Poly], list[tuple[str, ...]], list[tuple[str, ...]], set[str]]:
     """Return common factors of two shapes with equal element count.
 
@@ -110,17 +114,17 @@ def refined(
     one shape has no counterpart.
     """
     extents: dict[str, Poly] = {}
-    left: list[list[str]] = [[] for _ in a]
-    right: list[list[str]] = [[] for _ in b]
-    whole: set[str] = set()
+    a_factors: list[list[str]] = [[] for _ in a]
+    b_factors: list[list[str]] = [[] for _ in b]
+    unsplittable: set[str] = set()
 
-    def part(size: Poly, i: Sequence[int], j: Sequence[int]) -> str:
+    def add_factor(size: Poly, i: Sequence[int], j: Sequence[int]) -> str:
         name = f"p{len(extents)}"
         extents[name] = size
-        for at in i:
-            left[at].append(name)
-        for at in j:
-            right[at].append(name)
+        for axis in i:
+            a_factors[axis].append(name)
+        for axis in j:
+            b_factors[axis].append(name)
         return name
 
     # long: one case for each order in which axis boundaries may follow
@@ -128,30 +132,30 @@ def refined(
     q = [(j, n) for j, n in enumerate(b) if n != ONE]
     while p and q:
         (i, n), (j, m) = p[0], q[0]
-        if same(n, m):
-            part(n, [i], [j])
+        if equal(n, m):
+            add_factor(n, [i], [j])
             p, q = p[1:], q[1:]
             continue
-        mine = next((k for k in range(2, len(q) + 1) if same(numel([s for _, s in q[:k]]), n)), None)
-        yours = next((k for k in range(2, len(p) + 1) if same(numel([s for _, s in p[:k]]), m)), None)
-        if mine is not None:
-            for at, size in q[:mine]:
-                part(size, [i], [at])
-            p, q = p[1:], q[mine:]
-        elif yours is not None:
-            for at, size in p[:yours]:
-                part(size, [at], [j])
-            p, q = p[yours:], q[1:]
+        q_count = next((k for k in range(2, len(q) + 1) if equal(numel([s for _, s in q[:k]]), n)), None)
+        p_count = next((k for k in range(2, len(p) + 1) if equal(numel([s for _, s in p[:k]]), m)), None)
+        if q_count is not None:
+            for axis, size in q[:q_count]:
+                add_factor(size, [i], [axis])
+            p, q = p[1:], q[q_count:]
+        elif p_count is not None:
+            for axis, size in p[:p_count]:
+                add_factor(size, [axis], [j])
+            p, q = p[p_count:], q[1:]
         elif is_integral(n / m):
-            part(m, [i], [j])
+            add_factor(m, [i], [j])
             p, q = [(i, n / m), *p[1:]], q[1:]
         elif is_integral(m / n):
-            part(n, [i], [j])
+            add_factor(n, [i], [j])
             p, q = p[1:], [(j, m / n), *q[1:]]
         else:
             break
-    for at, size in p:
-        whole.add(part(size, [at], []))
-    for at, size in q:
-        whole.add(part(size, [], [at]))
-    return extents, [tuple(x) for x in left], [tuple(x) for x in right], whole
+    for axis, size in p:
+        unsplittable.add(add_factor(size, [axis], []))
+    for axis, size in q:
+        unsplittable.add(add_factor(size, [], [axis]))
+    return extents, [tuple(x) for x in a_factors], [tuple(x) for x in b_factors], unsplittable

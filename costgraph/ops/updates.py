@@ -142,7 +142,7 @@ class FusedUpdate(OpKind):
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the mutated tensors."""
-        self._need_description(operands)
+        self._check_fields(operands)
         first = operands[0]
         for t in operands[1 : self.updated]:
             if t.ndim != first.ndim or not all(map(first.graph.same, t.sizes, first.sizes)):
@@ -157,21 +157,21 @@ class FusedUpdate(OpKind):
         """Return the mutated operands."""
         return self.changed
 
-    def _need_description(self, operands: Sequence[Tensor]) -> None:
+    def _check_fields(self, operands: Sequence[Tensor]) -> None:
         """Raise GraphError if the fields do not describe an update on the operands."""
         if not self.updated <= len(operands) or not 0 < len(set(self.changed)) == len(self.changed):
             raise GraphError(
                 f"fused update: {shown(self.updated)} tensors, of which {shown(self.changed)} change in place, "
-                f"expected places among the {len(operands)} operands"
+                f"expected indices of the {len(operands)} operands"
             )
         registers = self.updated
         for step in self.steps:
             if not _is_step(step, registers):
                 raise GraphError(f"fused update: step {shown(step)}, expected a function of registers and numbers")
             registers += step.target == registers
-        written = {step.target for step in self.steps if step.target < self.updated}
-        if list(self.changed) != sorted(written):
-            raise GraphError(f"fused update: {shown(self.changed)} change in place, expected {sorted(written)}")
+        targets = {step.target for step in self.steps if step.target < self.updated}
+        if list(self.changed) != sorted(targets):
+            raise GraphError(f"fused update: {shown(self.changed)} change in place, expected {sorted(targets)}")
 
 
 def _is_step(step: object, registers: int) -> bool:

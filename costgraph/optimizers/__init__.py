@@ -37,7 +37,7 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {
 }
 
 
-def optimizer_of(given: Optimizer | type | str | None, place: str) -> Optimizer:
+def optimizer_of(spec: Optimizer | type | str | None, place: str) -> Optimizer:
     """Return an optimizer: AdamW for None, one with its default options for a name, a class, or torch's class.
 
     Raises
@@ -50,16 +50,16 @@ def optimizer_of(given: Optimizer | type | str | None, place: str) -> Optimizer:
     >>> optimizer_of("sgd", "training_step").implementation
     'foreach'
     """
-    if isinstance(given, Optimizer):
-        return given
-    if given is None:
+    if isinstance(spec, Optimizer):
+        return spec
+    if spec is None:
         return AdamW()
-    name = given if isinstance(given, str) else ""
-    if inspect.isclass(given) and (issubclass(given, Optimizer) or given.__module__.startswith("torch.optim")):
-        name = given.__name__
+    name = spec if isinstance(spec, str) else ""
+    if inspect.isclass(spec) and (issubclass(spec, Optimizer) or spec.__module__.startswith("torch.optim")):
+        name = spec.__name__
     if name.lower() not in OPTIMIZERS:
-        known = ", ".join(OPTIMIZERS)
+        names = ", ".join(OPTIMIZERS)
         raise GraphError(
-            f"{place}: optimizer {shown(given)}, expected an optimizer such as costgraph.AdamW(), or one of {known}"
+            f"{place}: optimizer {shown(spec)}, expected an optimizer such as costgraph.AdamW(), or one of {names}"
         )
     return OPTIMIZERS[name.lower()]()

@@ -83,30 +83,30 @@ class Adafactor(Optimizer):
         return (slot.state("variance"),)
 
     def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
-        given = g
+        raw_grad = g
         if self.maximize:
             g = calls.new("neg", g)
-        new = self.step**self.beta2_decay
+        decay = self.step**self.beta2_decay
         eps = float(p[0].dtype.epsilon) if self.eps[0] is None else self.eps[0]
         (size,) = calls.each("size", root_mean_square, p)
         if self.weight_decay:
             p = calls.inplace("mul", p, 1 - self.lr * self.weight_decay)
         if len(states) > 1:
-            estimate, named = self._factored(calls, g, states, new, eps)
+            estimate, temporaries = self._factored(calls, g, states, decay, eps)
         else:
-            named = [calls.new("mul", g, g)]
-            estimate = calls.new("copy", calls.inplace("lerp", states[0], named[0], new))
+            temporaries = [calls.new("mul", g, g)]
+            estimate = calls.new("copy", calls.inplace("lerp", states[0], temporaries[0], decay))
         update = calls.inplace("rsqrt", calls.inplace("maximum", estimate, eps * eps))
         update = calls.inplace("mul", update, g)
         (change,) = calls.each("norm", root_mean_square, update)
         (rate,) = calls.each("rate", partial(_rate, self), size, change)
         if not calls.listed:
-            named += [g] if self.maximize else []
-            return calls.keep(calls.each("add_", _add_scaled, p, update, rate)[0], *named), given
-        return calls.inplace("add", p, calls.inplace("mul", update, rate)), given
+            temporaries += [g] if self.maximize else []
+            return calls.keep(calls.each("add_", _add_scaled, p, update, rate)[0], *temporaries), raw_grad
+        return calls.inplace("add", p, calls.inplace("mul", update, rate)), raw_grad
 
     def _factored(
-        self, calls: Calls, g: Column, states: tuple[Column, ...], new: float, eps: float
+        self, calls: Calls, g: Column, states: tuple[Column, ...], decay: float, eps: float
     ) -> tuple[Column, list[Column]]:
         """Estimate second moments from row and column means, which are returned too."""
         means, averages = [], []
@@ -116,7 +116,7 @@ class Adafactor(Optimizer):
             mean = calls.inplace("square", mean)
             (mean,) = calls.each("div_", partial(_divided, axis=axis), mean, g)
             means.append(mean)
-            averages.append(calls.inplace("lerp", variance, mean, new))
+            averages.append(calls.inplace("lerp", variance, mean, decay))
         rows, columns = averages
         (estimate,) = calls.each("matmul", matmul, rows, columns)
         (mean,) = calls.each("mean", _mean_of_rows, rows)
@@ -130,8 +130,8 @@ def _divided(total: Tensor, g: Tensor, axis: int) -> Tensor:
 
 def _mean_of_rows(rows: Tensor) -> Tensor:
     names = [f"a{i}" for i in range(rows.ndim)]
-    kept = [*names[:-2], "1", names[-1]]
-    return reduce(rows, f"{' '.join(names)} -> {' '.join(kept)}", "mean")
+    kept_names = [*names[:-2], "1", names[-1]]
+    return reduce(rows, f"{' '.join(names)} -> {' '.join(kept_names)}", "mean")
 
 
 def _add_scaled(p: Tensor, update: Tensor, rate: Tensor) -> Tensor:

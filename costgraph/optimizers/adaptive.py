@@ -22,13 +22,13 @@ _ANY = float("inf")
 
 def _with_decay(calls: Calls, g: Column, p: Column, *, maximize: bool, weight_decay: float) -> tuple[Column, bool]:
     """Negate the gradient to maximize, and add weight decay; also return whether it is now a temporary."""
-    own = False
+    is_temporary = False
     if maximize:
-        g, own = calls.new("neg", g), True
+        g, is_temporary = calls.new("neg", g), True
     if weight_decay:
         # foreach reuses the list of negated gradients
-        g, own = calls.add(g, p, weight_decay, inplace=calls.listed and own), True
-    return g, own
+        g, is_temporary = calls.add(g, p, weight_decay, inplace=calls.listed and is_temporary), True
+    return g, is_temporary
 
 
 @guarded()
@@ -76,16 +76,16 @@ class Adam(Optimizer):
         for i, beta in enumerate(self.betas):
             bounds(place, **{f"beta{i + 1}": (beta, 0, 1)})
             if beta == 1:
-                raise GraphError(f"{place}: beta{i + 1} is 1, expected less")
+                raise GraphError(f"{place}: beta{i + 1} is 1, expected a number below 1")
 
     def _states(self, slot: Slot) -> Column:
         names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if self.amsgrad else ()))
         return tuple(slot.state(name) for name in names)
 
     def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
-        given, decoupled = g, self.decoupled_weight_decay
+        raw_grad, decoupled = g, self.decoupled_weight_decay
         decay = 0 if decoupled else self.weight_decay
-        g, own = _with_decay(calls, g, p, maximize=self.maximize, weight_decay=decay)
+        g, is_temporary = _with_decay(calls, g, p, maximize=self.maximize, weight_decay=decay)
         if self.weight_decay and decoupled:
             p = calls.inplace("mul", p, 1 - self.lr * self.weight_decay)
         (beta1, beta2), (mean, square, *largest) = self.betas, states
@@ -95,8 +95,8 @@ class Adam(Optimizer):
         if largest:
             square = calls.inplace("maximum", largest[0], square)
         divide = calls.inplace if calls.listed else calls.new
-        bottom = calls.inplace("add", divide("div", calls.new("sqrt", square), root), self.eps)
-        return calls.keep(calls.addcdiv_(p, mean, bottom, -size), *([g] if own else [])), given
+        denominator = calls.inplace("add", divide("div", calls.new("sqrt", square), root), self.eps)
+        return calls.keep(calls.addcdiv_(p, mean, denominator, -size), *([g] if is_temporary else [])), raw_grad
 
 
 @guarded()
@@ -126,7 +126,7 @@ class AdamW(Adam):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.decoupled_weight_decay:
-            raise GraphError("AdamW: decoupled_weight_decay is False, expected True: without it, this is Adam")
+            raise GraphError("AdamW: decoupled_weight_decay is False, expected True; use Adam for coupled weight decay")
 
 
 @guarded()
@@ -171,15 +171,15 @@ class AdaGrad(Optimizer):
         return (slot.state("sum"),)
 
     def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
-        given = g
-        g, own = _with_decay(calls, g, p, maximize=self.maximize, weight_decay=self.weight_decay)
+        raw_grad = g
+        g, is_temporary = _with_decay(calls, g, p, maximize=self.maximize, weight_decay=self.weight_decay)
         total = calls.addcmul_(states[0], g, g)
         root = calls.inplace("add", calls.new("sqrt", total), self.eps)
         rate = self.lr / (1 + (self.step - 1) * self.lr_decay)
         if not calls.listed:
-            return calls.addcdiv_(p, g, root, -rate), given
-        top = calls.inplace("mul", g, -rate) if own else calls.new("mul", g, -rate)
-        return calls.addcdiv_(p, top, root), given
+            return calls.addcdiv_(p, g, root, -rate), raw_grad
+        numerator = calls.inplace("mul", g, -rate) if is_temporary else calls.new("mul", g, -rate)
+        return calls.addcdiv_(p, numerator, root), raw_grad
 
 
 @guarded()
@@ -226,20 +226,20 @@ class RMSProp(Optimizer):
         bounds("RMSProp", momentum=(self.momentum, 0, _ANY), alpha=(self.alpha, 0, _ANY))
 
     def _states(self, slot: Slot) -> Column:
-        wanted = {"square_avg": True, "grad_avg": self.centered, "momentum_buffer": self.momentum > 0}
-        return tuple(slot.state(name) for name, there in wanted.items() if there)
+        needed = {"square_avg": True, "grad_avg": self.centered, "momentum_buffer": self.momentum > 0}
+        return tuple(slot.state(name) for name, is_needed in needed.items() if is_needed)
 
     def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
-        given, (square, *others) = g, states
+        raw_grad, (square, *optional) = g, states
         g, _ = _with_decay(calls, g, p, maximize=self.maximize, weight_decay=self.weight_decay)
         square = calls.addcmul_(calls.inplace("mul", square, self.alpha), g, g, 1 - self.alpha)
         if self.centered:
-            mean = calls.inplace("lerp", others.pop(0), g, 1 - self.alpha)
+            mean = calls.inplace("lerp", optional.pop(0), g, 1 - self.alpha)
             root = calls.inplace("sqrt", calls.addcmul(square, mean, mean, -1))
         else:
             root = calls.new("sqrt", square)
         root = calls.inplace("add", root, self.eps)
         if not self.momentum:
-            return calls.addcdiv_(p, g, root, -self.lr), given
-        buffer = calls.addcdiv_(calls.inplace("mul", others[0], self.momentum), g, root)
-        return calls.add(p, buffer, -self.lr, inplace=True), given
+            return calls.addcdiv_(p, g, root, -self.lr), raw_grad
+        buffer = calls.addcdiv_(calls.inplace("mul", optional[0], self.momentum), g, root)
+        return calls.add(p, buffer, -self.lr, inplace=True), raw_grad

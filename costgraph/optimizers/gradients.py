@@ -23,13 +23,13 @@ __all__ = [
 
 @contextmanager
 def _step(name: str, slots: object) -> Iterator[list[Slot]]:
-    found = need_slots(name, slots)
-    with building(current_graph(found[0].param.graph)), phase("optimizer"), scope(name):
-        yield [in_parts(s) for s in found]
+    checked = need_slots(name, slots)
+    with building(current_graph(checked[0].param.graph)), phase("optimizer"), scope(name):
+        yield [in_parts(s) for s in checked]
 
 
-def _with_grads(slots: Sequence[Slot], made: Sequence[tuple[Tensor, ...]]) -> list[Slot]:
-    return [replace(s, grad=g) for s, (g,) in zip(slots, made, strict=True)]
+def _with_grads(slots: Sequence[Slot], grads: Sequence[tuple[Tensor, ...]]) -> list[Slot]:
+    return [replace(s, grad=g) for s, (g,) in zip(slots, grads, strict=True)]
 
 
 def zero_grad(slots: Sequence[Slot], *, set_to_none: bool = True) -> list[Slot]:
@@ -63,11 +63,11 @@ def zero_grad(slots: Sequence[Slot], *, set_to_none: bool = True) -> list[Slot]:
     4*N
     """
     need_flag("zero_grad", set_to_none=set_to_none)
-    with _step("zero_grad", slots) as found:
+    with _step("zero_grad", slots) as real_slots:
         if set_to_none:
-            return found
-        zeros = over([(s.grad,) for s in found], lambda g: apply(ZeroGrad(), [g], "zero_"), "zero_grad")
-        return _with_grads(found, zeros)
+            return real_slots
+        zeros = over([(s.grad,) for s in real_slots], lambda g: apply(ZeroGrad(), [g], "zero_"), "zero_grad")
+        return _with_grads(real_slots, zeros)
 
 
 def clip_grad_norm(slots: Sequence[Slot], max_norm: float, *, foreach: bool = True) -> tuple[Tensor, list[Slot]]:
@@ -104,15 +104,15 @@ def clip_grad_norm(slots: Sequence[Slot], max_norm: float, *, foreach: bool = Tr
     """
     need_flag("clip_grad_norm", foreach=foreach)
     bounds("clip_grad_norm", max_norm=(max_norm, 0, float("inf")))
-    with _step("clip_grad_norm", slots) as found:
-        grads = [(s.grad,) for s in found]
+    with _step("clip_grad_norm", slots) as real_slots:
+        grads = [(s.grad,) for s in real_slots]
         norms = [n for (n,) in over(grads, lambda g: reshape(norm(g), (1,), name="one"), "norms")]
         total = norm(concat(norms, 0, name="stack"))
         inverse = pointwise("reciprocal", pointwise("add", total, 1e-6))
         factor = pointwise("minimum", pointwise("mul", inverse, float(max_norm)), 1.0)
         # a gradient keeps its dtype, whatever that of the norm
         clipped = over(grads, lambda g: pointwise("mul", g, factor, inplace=True, dtype=g.dtype), "clip")
-        return total, _with_grads(found, clipped)
+        return total, _with_grads(real_slots, clipped)
 
 
 def unscale(slots: Sequence[Slot], scale: Tensor | None = None) -> tuple[Tensor, list[Slot]]:
@@ -145,9 +145,9 @@ def unscale(slots: Sequence[Slot], scale: Tensor | None = None) -> tuple[Tensor,
     >>> cg.flops(g)
     2*N + 1
     """
-    with _step("unscale", slots) as found:
+    with _step("unscale", slots) as real_slots:
         if scale is None:
-            scale = declare_state(found[0].param.graph, "loss_scale", (), "fp32")
+            scale = declare_state(real_slots[0].param.graph, "loss_scale", (), "fp32")
         need_tensor("unscale: scale", scale)
         if scale.ndim:
             raise GraphError(f"unscale: scale {scale!r}, expected a scalar")
@@ -155,7 +155,7 @@ def unscale(slots: Sequence[Slot], scale: Tensor | None = None) -> tuple[Tensor,
         inverse = cast(pointwise("reciprocal", cast(scale, "fp64", name="double")), "fp32", name="float")
         found_inf = fill((), 0.0, "fp32", name="found_inf")
 
-        def one(g: Tensor) -> Tensor:
+        def unscale_one(g: Tensor) -> Tensor:
             return apply(Unscale(), [g, inverse, found_inf], "unscale")[0]
 
-        return found_inf, _with_grads(found, over([(s.grad,) for s in found], one, "unscale"))
+        return found_inf, _with_grads(real_slots, over([(s.grad,) for s in real_slots], unscale_one, "unscale"))

@@ -63,8 +63,8 @@ def _is_hidden(slot: Slot) -> bool:
     """Return whether a parameter is a hidden-layer matrix, neither an embedding nor the head."""
     if not has_matrix(slot) or any("embed" in name or name in ("head", "lm_head") for name in _levels(slot)):
         return False
-    looked_up = (op.operands[0] for op in slot.param.graph.root.ops if isinstance(op.kind, Gather))
-    return all(t.storage is not slot.param.storage for t in looked_up)
+    tables = (op.operands[0] for op in slot.param.graph.root.ops if isinstance(op.kind, Gather))
+    return all(t.storage is not slot.param.storage for t in tables)
 
 
 def _has_experts(slot: Slot) -> bool:
@@ -132,7 +132,7 @@ class Muon(Optimizer):
         bounds("Muon", weight_decay=(self.weight_decay, 0, inf), momentum=(self.momentum, 0, inf))
         bounds("Muon", eps=(self.eps, 0, inf), ns_steps=(self.ns_steps, 0, 99))
         if not isinstance(self.ns_steps, int):
-            raise GraphError(f"Muon: ns_steps is {self.ns_steps!r}, expected a whole number")
+            raise GraphError(f"Muon: ns_steps is {self.ns_steps!r}, expected an integer")
         need_choice("Muon: adjust_lr_fn", self.adjust_lr_fn, ("original", "match_rms_adamw"))
         need_call("Muon: takes", self.takes)
         if self.others is not None and not isinstance(self.others, Optimizer):
@@ -146,19 +146,19 @@ class Muon(Optimizer):
         GraphError, ShapeError
             If there is no slot, a selected parameter is not a matrix, or its shorter side is unknown.
         """
-        found = need_slots("Muon", slots)
-        out = dict(enumerate(found))
-        own = [i for i, s in enumerate(found) if self.takes(s)]
-        vector = next((found[i] for i in own if not has_matrix(found[i])), None)
+        checked = need_slots("Muon", slots)
+        updated = dict(enumerate(checked))
+        matrices = [i for i, s in enumerate(checked) if self.takes(s)]
+        vector = next((checked[i] for i in matrices if not has_matrix(checked[i])), None)
         if vector is not None:
-            raise ShapeError(f"Muon: parameter {vector.param!r}, expected two axes or more")
-        rest = [i for i in out if i not in own]
+            raise ShapeError(f"Muon: parameter {vector.param!r}, expected at least two axes")
+        remaining = [i for i in updated if i not in matrices]
         others = AdamW(implementation=self.implementation, step=self.step) if self.others is None else self.others
-        if own:
-            out |= dict(zip(own, super().update([found[i] for i in own]), strict=True))
-        if rest:
-            out |= dict(zip(rest, others.update([found[i] for i in rest]), strict=True))
-        return list(out.values())
+        if matrices:
+            updated |= dict(zip(matrices, super().update([checked[i] for i in matrices]), strict=True))
+        if remaining:
+            updated |= dict(zip(remaining, others.update([checked[i] for i in remaining]), strict=True))
+        return list(updated.values())
 
     def _states(self, slot: Slot) -> Column:
         return (slot.state("momentum_buffer"),)
@@ -197,17 +197,17 @@ def _as_matrix(x: Tensor) -> Tensor:
 
 def _is_tall(x: Tensor) -> bool:
     rows, columns = x.sizes[-2:]
-    known = x.graph.root.relations
-    if known.nonnegative(columns - rows):
+    relations = x.graph.root.relations
+    if relations.nonnegative(columns - rows):
         return False
-    if known.nonnegative(rows - columns):
+    if relations.nonnegative(rows - columns):
         return True
-    bound = {name: as_poly(size) for name, size in x.graph.root.defaults.items()}
-    wider = (columns - rows).bind(bound).constant  # for the default sizes of the model
+    default_sizes = {name: as_poly(size) for name, size in x.graph.root.defaults.items()}
+    wider = (columns - rows).bind(default_sizes).constant  # for the default sizes of the model
     if wider is not None:
         return wider < 0
     raise ShapeError(
-        f"Muon: parameter of {rows} by {columns}, expected to know which one is larger, as by "
+        f"Muon: parameter of {rows} by {columns}, expected to know which is larger, for example by "
         f"graph.assume('{rows} >= {columns}')"
     )
 
@@ -216,7 +216,7 @@ def _orthogonal(muon: Muon, update: Tensor) -> Tensor:
     """Approximate the nearest orthogonal matrix by Newton-Schulz in bf16: `zeropower_via_newtonschulz`."""
     tall = _is_tall(update)
     x = cast(update, "bf16")
-    size = norm(x) if x.ndim == 2 else _norm_of_each(x)
+    size = norm(x) if x.ndim == 2 else _batched_norm(x)
     x = transpose(x) if tall else x
     x = pointwise("div", x, pointwise("maximum", size, muon.eps), inplace=True)
     a, b, c = muon.ns_coefficients
@@ -229,19 +229,19 @@ def _orthogonal(muon: Muon, update: Tensor) -> Tensor:
     return x if update.dtype == x.dtype else keep(x, update)
 
 
-def _norm_of_each(x: Tensor) -> Tensor:
+def _batched_norm(x: Tensor) -> Tensor:
     """Return the norm of each matrix in a batch."""
     count, *matrix = x.sizes
     return reshape(norm(reshape(x, (count, numel(matrix))), axis=1), (count, 1, 1))
 
 
-def _addmm(added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+def _addmm(addend: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
     """Return `beta * added + alpha * left @ right` in one kernel."""
 
-    def body(added: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        scaled, product = pointwise("mul", added, beta), matmul(left, right)
+    def body(addend: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        scaled, product = pointwise("mul", addend, beta), matmul(left, right)
         return pointwise("add", scaled, product) if alpha == 1 else pointwise(ADD_SCALED, scaled, product, alpha)
 
-    made = fused("addmm", body, added, left, right)
-    assert isinstance(made, Tensor)
-    return made
+    result = fused("addmm", body, addend, left, right)
+    assert isinstance(result, Tensor)
+    return result

@@ -115,14 +115,14 @@ class Slot:
     """Declares a state from name, sizes and dtype, by default next to the parameter."""
 
     def __post_init__(self) -> None:
-        for what, t in (("grad", self.grad), ("master", self.master)):
-            if t is None and what == "master":
+        for label, t in (("grad", self.grad), ("master", self.master)):
+            if t is None and label == "master":
                 continue
             if not isinstance(t, Tensor) or not isinstance(self.param, Tensor):
-                raise GraphError(f"slot of {self.param!r}: {what} {t!r}, expected a parameter and its tensors")
+                raise GraphError(f"slot of {self.param!r}: {label} {t!r}, expected a parameter and its tensors")
             same = self.param.graph.root.same
             if t.ndim != self.param.ndim or not all(map(same, t.sizes, self.param.sizes)):
-                raise ShapeError(f"slot of {self.param!r}: {what} {t!r}, expected the parameter's shape")
+                raise ShapeError(f"slot of {self.param!r}: {label} {t!r}, expected the parameter's shape")
 
     @property
     def updated(self) -> Tensor:
@@ -152,9 +152,9 @@ class Slot:
             If the name is taken, or a size or the dtype is invalid.
         """
         shape = self.updated.sizes if sizes is None else sizes
-        wanted = self.moments or self.updated.dtype if dtype is None else dtype
+        format_ = self.moments or self.updated.dtype if dtype is None else dtype
         declare = partial(source_like, self.param) if self.declare is None else self.declare
-        return declare(name, shape, wanted)
+        return declare(name, shape, format_)
 
     def axes(self) -> Sizes:
         """Return one parameter's shape, without the layer axes of a stack."""
@@ -181,37 +181,37 @@ def in_parts(slot: Slot) -> Slot:
 
 def need_slots(place: str, slots: object) -> list[Slot]:
     """Return the slots as a list, or raise GraphError if they are empty or invalid."""
-    found = list(slots) if isinstance(slots, list | tuple) else []
-    if not found or not all(isinstance(s, Slot) for s in found):
-        raise GraphError(f"{place}: slots {slots!r}, expected a list of Slot, one at least")
-    return found
+    checked = list(slots) if isinstance(slots, list | tuple) else []
+    if not checked or not all(isinstance(s, Slot) for s in checked):
+        raise GraphError(f"{place}: slots {slots!r}, expected a nonempty list of Slot")
+    return checked
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
-def _root(x: Tensor, axis: int | None, operation: str, name: str) -> Tensor:
+def _root_of_squares(x: Tensor, axis: int | None, operation: str, name: str) -> Tensor:
     names = [f"a{i}" for i in range(x.ndim)]
-    kept = ["1" if axis is not None and i == axis % x.ndim else n for i, n in enumerate(names)]
-    pattern = f"{' '.join(names)} -> {'' if axis is None else ' '.join(kept)}"
+    kept_names = ["1" if axis is not None and i == axis % x.ndim else n for i, n in enumerate(names)]
+    pattern = f"{' '.join(names)} -> {'' if axis is None else ' '.join(kept_names)}"
 
     def body(x: Tensor) -> Tensor:
         squares = pointwise("square", x)
         return pointwise("sqrt", reduce(squares, pattern, operation) if x.ndim else squares)
 
-    made = fused(name, body, x)
-    assert isinstance(made, Tensor)
-    return made
+    result = fused(name, body, x)
+    assert isinstance(result, Tensor)
+    return result
 
 
 def norm(x: Tensor, axis: int | None = None) -> Tensor:
     """Return the 2-norm over all elements, or along one axis, kept with size 1; one kernel."""
-    return _root(x, axis, "sum", "norm")
+    return _root_of_squares(x, axis, "sum", "norm")
 
 
 def root_mean_square(x: Tensor, axis: int | None = None) -> Tensor:
     """Return the root mean square over all elements, or along one axis, kept with size 1; one kernel."""
-    return _root(x, axis, "mean", "norm")
+    return _root_of_squares(x, axis, "mean", "norm")
 
 
 # -- block-quantized states --------------------------------------------------------------------------------------------
@@ -258,10 +258,10 @@ class BlockStates:
 
     def __post_init__(self) -> None:
         if not dtype(self.format).block:
-            raise GraphError(f"BlockStates: format {self.format!r}, expected one whose elements share scales in blocks")
+            raise GraphError(f"BlockStates: format {self.format!r}, expected a block format")
         for name, value in (("table", self.table), ("least", self.least)):
             if type(value) is not int or value < 0:
-                raise GraphError(f"BlockStates: {name} is {value!r}, expected a whole number of at least 0")
+                raise GraphError(f"BlockStates: {name} is {value!r}, expected a nonnegative integer")
 
     def format_of(self, slot: Slot) -> DType:
         """Return the format of a parameter's states."""
@@ -272,16 +272,18 @@ class BlockStates:
     def _is_large(self, param: Tensor) -> bool:
         graph, n = param.graph.root, numel(param.sizes[pieces(param) :])
         block = dtype(self.format).block or 1
-        usual = n.bind(bindings(graph, {})).constant
+        default_elements = n.bind(bindings(graph, {})).constant
         blocks = windows_along(n, 0, block)
         if graph.relations.nonnegative(self.least - 1 - n):
             return False
-        large = graph.relations.nonnegative(n - self.least) or usual is None or usual >= self.least
+        large = (
+            graph.relations.nonnegative(n - self.least) or default_elements is None or default_elements >= self.least
+        )
         if not graph.relations.nonnegative(n - self.least if large else self.least - 1 - n):
             graph.assume(f"{n.expr} >= {self.least}" if large else f"{n.expr} < {self.least}")
         if not large or not self.only_whole or graph.same(blocks, n / block):
             return large
-        if usual is not None and usual % block:
+        if default_elements is not None and default_elements % block:
             return False
         graph.assume(f"{blocks.expr} == {(n / block).expr}")
         return True
@@ -295,21 +297,24 @@ class BlockStates:
         return [
             tuple(
                 slot.state(f"{t.name.rpartition('.')[2]}.table", (*slot.layers(), self.table), "fp32")
-                for t in (kept if self.table and not self.shared else ())
+                for t in (slot_states if self.table and not self.shared else ())
                 if self.holds(t)
             )
-            for slot, kept in zip(slots, states, strict=True)
+            for slot, slot_states in zip(slots, states, strict=True)
         ]
 
     def common_tables(self, states: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Declare the shared lookup tables, one per kind of block-quantized state."""
-        found = next((kept for kept in states if self.shared and self.table and any(map(self.holds, kept))), ())
-        return tuple(self._common(t, i) for i, t in enumerate(found))
+        first_states = next(
+            (slot_states for slot_states in states if self.shared and self.table and any(map(self.holds, slot_states))),
+            (),
+        )
+        return tuple(self._shared_table(t, i) for i, t in enumerate(first_states))
 
-    def _common(self, state: Tensor, i: int) -> Tensor:
+    def _shared_table(self, state: Tensor, i: int) -> Tensor:
         name = f"table{i + 1}"
-        there = next((t for t in state.graph.root.tensors if t.name == name and t.role == "state"), None)
-        return declare_state(state.graph, name, (self.table,), "fp32") if there is None else there
+        existing = next((t for t in state.graph.root.tensors if t.name == name and t.role == "state"), None)
+        return declare_state(state.graph, name, (self.table,), "fp32") if existing is None else existing
 
 
 #: bitsandbytes since 0.45 (`bitsandbytes/optim/optimizer.py`, `Optimizer2State.init_state`; blocks had 2,048 elements
@@ -325,11 +330,11 @@ STATES: Mapping[str, BlockStates] = MappingProxyType({
 
 # -- loops over parameters ---------------------------------------------------------------------------------------------
 
-Made = Tensor | tuple[Tensor, ...] | None
+FunctionResult = Tensor | tuple[Tensor, ...] | None
 Group = tuple[Tensor, ...]
 
 
-def over(groups: Sequence[Group], function: Callable[..., Made], name: str) -> list[Group]:
+def over(groups: Sequence[Group], function: Callable[..., FunctionResult], name: str) -> list[Group]:
     """Apply a function to each group of tensors in turn; layer stacks become loops over their layers.
 
     Parameters
@@ -363,13 +368,13 @@ def over(groups: Sequence[Group], function: Callable[..., Made], name: str) -> l
     >>> half.storage is w.storage
     True
     """
-    out: list[Group] = []
+    results: list[Group] = []
     for layers, run in _runs(groups, name):
         if layers is None:
-            out += [_tuple(function(*group)) for group in run]
+            results += [_tuple(function(*group)) for group in run]
         else:
-            out += _stack(layers, run, function, name)
-    return out
+            results += _stack(layers, run, function, name)
+    return results
 
 
 def _runs(groups: Sequence[Group], name: str) -> Iterator[tuple[Poly | None, list[Group]]]:
@@ -390,34 +395,34 @@ def _runs(groups: Sequence[Group], name: str) -> Iterator[tuple[Poly | None, lis
 def _layers(group: Group, name: str) -> Poly | None:
     counts = {t.sizes[0] if pieces(t) else None for t in group}
     if len(counts) != 1:
-        raise GraphError(f"{name}: {group!r}, expected tensors of one layer stack or of none")
+        raise GraphError(f"{name}: {group!r}, expected all tensors in the same layer stack, or none in a stack")
     return counts.pop()
 
 
-def _stack(layers: Poly, run: list[Group], function: Callable[..., Made], name: str) -> list[Group]:
+def _stack(layers: Poly, run: list[Group], function: Callable[..., FunctionResult], name: str) -> list[Group]:
     """Run a loop over layers, whose body updates all parameters of one layer; stacks may nest."""
     lengths: list[int] = []
 
     def step(*slices: Tensor) -> Group:
-        at = 0
-        inner = []
+        start = 0
+        slice_groups = []
         for group in run:
-            inner.append(slices[at : at + len(group)])
-            at += len(group)
-        made = over(inner, function, name)
-        lengths.extend(map(len, made))
-        return tuple(t for group in made for t in group)
+            slice_groups.append(slices[start : start + len(group)])
+            start += len(group)
+        stacked = over(slice_groups, function, name)
+        lengths.extend(map(len, stacked))
+        return tuple(t for group in stacked for t in group)
 
-    made = each(layers, step, tuple(t for group in run for t in group), name=name)
-    out, at = [], 0
+    stacked = each(layers, step, tuple(t for group in run for t in group), name=name)
+    results, start = [], 0
     for n in lengths:
-        out.append(made[at : at + n])
-        at += n
-    return out
+        results.append(stacked[start : start + n])
+        start += n
+    return results
 
 
-def _tuple(made: Made) -> Group:
-    return () if made is None else made if isinstance(made, tuple) else (made,)
+def _tuple(result: FunctionResult) -> Group:
+    return () if result is None else result if isinstance(result, tuple) else (result,)
 
 
 # -- foreach calls -----------------------------------------------------------------------------------------------------
@@ -429,13 +434,13 @@ Column = tuple[Tensor, ...]
 Update = Callable[..., tuple[Column, Column]]
 
 
-def _directly(groups: Sequence[Column], function: Callable[..., Made], name: str) -> list[Column]:
+def _apply_each(groups: Sequence[Column], function: Callable[..., FunctionResult], name: str) -> list[Column]:
     """Apply a function to single-parameter columns, inside a loop."""
-    out = []
+    results = []
     for group in groups:
-        made = function(*group)
-        out.append(() if made is None else made if isinstance(made, tuple) else (made,))
-    return out
+        result = function(*group)
+        results.append(() if result is None else result if isinstance(result, tuple) else (result,))
+    return results
 
 
 class Calls:
@@ -443,12 +448,12 @@ class Calls:
 
     def __init__(self, *, listed: bool) -> None:
         self.listed = listed
-        self._over = over if listed else _directly
+        self._over = over if listed else _apply_each
 
-    def each(self, name: str, function: Callable[..., Made], *columns: Column) -> tuple[Column, ...]:
+    def each(self, name: str, function: Callable[..., FunctionResult], *columns: Column) -> tuple[Column, ...]:
         """Call a function on one tensor per column; return one column per result."""
-        made = self._over(list(zip(*columns, strict=True)), function, name)
-        return tuple(zip(*made, strict=True))
+        results = self._over(list(zip(*columns, strict=True)), function, name)
+        return tuple(zip(*results, strict=True))
 
     def new(self, function: str | Function, *operands: Column | float) -> Column:
         """Apply an elementwise function to columns and scalars."""
@@ -463,8 +468,8 @@ class Calls:
         columns = [o for o in operands if isinstance(o, tuple)]
 
         def call(*tensors: Tensor) -> Tensor:
-            given = iter(tensors)
-            arguments = [next(given) if isinstance(o, tuple) else o for o in operands]
+            remaining = iter(tensors)
+            arguments = [next(remaining) if isinstance(o, tuple) else o for o in operands]
             # as in torch, the mutated tensor keeps its dtype
             dtype = tensors[0].dtype if inplace else None
             return pointwise(record, *arguments, inplace=inplace, dtype=dtype)
@@ -511,39 +516,39 @@ def one_by_one(update: Update, groups: Sequence[Column], name: str) -> list[Colu
 # unfused update, so FLOPs are equal; intermediates stay in registers.
 
 
-def fused_update(update: Update, group: Column, beside: Column = (), *, name: str) -> Column:
+def fused_update(update: Update, group: Column, extra_inputs: Column = (), *, name: str) -> Column:
     """Run one parameter's elementwise update in a single kernel.
 
-    `group` is the updated tensor, its gradient and its states; `beside` are further inputs such as a step counter.
+    `group` is the updated tensor, its gradient and its states; `extra_inputs` are others such as a step counter.
     """
     steps, changed = _steps(update, group)
     kind = FusedUpdate(steps=steps, changed=changed, updated=len(group))
-    made = dict(zip(changed, apply(kind, [*group, *beside], name), strict=True))
-    return tuple(made.get(i, t) for i, t in enumerate(group))
+    updated = dict(zip(changed, apply(kind, [*group, *extra_inputs], name), strict=True))
+    return tuple(updated.get(i, t) for i, t in enumerate(group))
 
 
 def _steps(update: Update, group: Column) -> tuple[tuple[RegisterStep, ...], tuple[int, ...]]:
     """Record an update as steps on registers, the first of which hold the operands."""
     with Graph("update") as scratch:
         scratch.relations = group[0].graph.root.relations
-        given = [scratch.input(f"operand{i}", t.sizes, t.dtype) for i, t in enumerate(group)]
-        update(Calls(listed=False), *((t,) for t in given))
-    registers = {t: i for i, t in enumerate(given)}
+        inputs = [scratch.input(f"operand{i}", t.sizes, t.dtype) for i, t in enumerate(group)]
+        update(Calls(listed=False), *((t,) for t in inputs))
+    registers = {t: i for i, t in enumerate(inputs)}
     steps: list[RegisterStep] = []
-    free = len(given)
+    next_register = len(inputs)
     for op in scratch.ops:
         if isinstance(op.kind, KeepAlive):  # no effect in registers
             registers[op.results[0]] = registers[op.operands[0]]
             continue
         if not isinstance(op.kind, Pointwise):
-            raise GraphError(f"fused update: op {op.name!r} of kind {op.kind.name!r}, expected elementwise ops alone")
+            raise GraphError(f"fused update: op {op.name!r} of kind {op.kind.name!r}, expected elementwise ops only")
         places = tuple(registers[t] for t in op.operands)
-        target = places[0] if op.kind.overwrites() else free
-        free += target == free
+        target = places[0] if op.kind.overwrites() else next_register
+        next_register += target == next_register
         registers[op.results[0]] = target
         steps.append(RegisterStep(op.kind.function, op.kind.scalars or (None,) * len(places), places, target))
-    written = {step.target for step in steps}
-    return tuple(steps), tuple(i for i in range(len(given)) if i in written)
+    targets = {step.target for step in steps}
+    return tuple(steps), tuple(i for i in range(len(inputs)) if i in targets)
 
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------
@@ -556,9 +561,9 @@ COUNTERS = ("host", "device")
 
 def bounds(place: str, **values: tuple[float, float, float]) -> None:
     """Raise GraphError unless each value is a number within its bounds (value, least, most)."""
-    for name, (value, least, most) in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise GraphError(f"{place}: {name} is {value!r}, expected a number from {least} to {most}")
+    for name, (value, low, high) in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise GraphError(f"{place}: {name} is {value!r}, expected a number from {low} to {high}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -592,16 +597,16 @@ class Optimizer:
         need_choice(f"{place}: implementation", self.implementation, IMPLEMENTATIONS)
         if self.implementation not in self.available:
             raise GraphError(
-                f"{place}: implementation {self.implementation!r}, expected one of {', '.join(self.available)}: there "
-                f"is no other"
+                f"{place}: implementation {self.implementation!r}, expected one of {', '.join(self.available)}: it has "
+                f"no others"
             )
         bounds(place, lr=(self.lr, 0, float("inf")), step=(self.step, 1, float("inf")))
         if self.counters is not None:
             need_choice(f"{place}: counters", self.counters, COUNTERS)
         if self.counters == "device" and self.implementation != "fused":
             raise GraphError(
-                f"{place}: counters 'device' with implementation {self.implementation!r}, expected 'host': what "
-                f"depends on the step is computed on the host"
+                f"{place}: counters 'device' with implementation {self.implementation!r}, expected 'host': values "
+                f"that depend on the step are computed on the host"
             )
         self._check_states(place)
         need_flag(place, **{f.name: getattr(self, f.name) for f in fields(self) if f.type == "bool"})
@@ -613,11 +618,12 @@ class Optimizer:
             need_choice(f"{place}: states", self.states, tuple(STATES))
         if self.implementation != "fused":
             raise GraphError(
-                f"{place}: states in blocks with implementation {self.implementation!r}, expected 'fused': they are "
-                f"read and written by one kernel for each parameter"
+                f"{place}: block-quantized states with implementation {self.implementation!r}, expected 'fused': one "
+                "kernel "
+                f"per parameter reads and writes them"
             )
         if self.counters == "device":
-            raise GraphError(f"{place}: counters 'device' with states in blocks, expected 'host'")
+            raise GraphError(f"{place}: counters 'device' with block-quantized states, expected 'host'")
 
     @property
     def _blocks(self) -> BlockStates | None:
@@ -658,34 +664,34 @@ class Optimizer:
             If there is no slot, or a parameter already has state.
         """
         place = type(self).__name__
-        found = need_slots(place, slots)
-        with building(current_graph(found[0].param.graph)), phase("optimizer"), scope(place.lower()):
-            found = [in_parts(s) for s in found]
+        checked = need_slots(place, slots)
+        with building(current_graph(checked[0].param.graph)), phase("optimizer"), scope(place.lower()):
+            checked = [in_parts(s) for s in checked]
             if self._blocks is not None:
-                found = [replace(s, moments=self._blocks.format_of(s)) for s in found]
-            out = dict(enumerate(found))
-            for positions in _alike(self._kind(s) for s in found):
-                of_list = [found[i] for i in positions]
-                out |= dict(zip(positions, self._one_list(of_list), strict=True))
-        return list(out.values())
+                checked = [replace(s, moments=self._blocks.format_of(s)) for s in checked]
+            updated = dict(enumerate(checked))
+            for positions in _positions_by_key(self._kind(s) for s in checked):
+                group = [checked[i] for i in positions]
+                updated |= dict(zip(positions, self._update_group(group), strict=True))
+        return list(updated.values())
 
-    def _one_list(self, slots: list[Slot]) -> list[Slot]:
+    def _update_group(self, slots: list[Slot]) -> list[Slot]:
         states = [self._states(s) for s in slots]
         grads = [s.grad for s in slots]
-        wide = [i for i, s in enumerate(slots) if s.master is not None and s.grad.dtype != s.master.dtype]
-        if self.implementation != "fused" and wide:
+        mismatched = [i for i, s in enumerate(slots) if s.master is not None and s.grad.dtype != s.master.dtype]
+        if self.implementation != "fused" and mismatched:
             # all gradients are cast to the master dtype before the first update
             dtype = slots[0].updated.dtype
-            casts = over([(grads[i],) for i in wide], lambda g: cast(g, dtype), "grads")
-            for i, (g,) in zip(wide, casts, strict=True):
+            casts = over([(grads[i],) for i in mismatched], lambda g: cast(g, dtype), "grads")
+            for i, (g,) in zip(mismatched, casts, strict=True):
                 grads[i] = g
         groups = [(s.updated, g, *state) for s, g, state in zip(slots, grads, states, strict=True)]
-        made = self._run(groups, slots)
-        after = [
-            replace(s, grad=s.grad if i in wide and self.implementation != "fused" else g)
-            for i, (s, (_, g)) in enumerate(zip(slots, made, strict=True))
+        updated = self._run(groups, slots)
+        new_slots = [
+            replace(s, grad=s.grad if i in mismatched and self.implementation != "fused" else g)
+            for i, (s, (_, g)) in enumerate(zip(slots, updated, strict=True))
         ]
-        return self._assigned(after, [p for p, _ in made])
+        return self._assigned(new_slots, [p for p, _ in updated])
 
     def _run(self, groups: list[Column], slots: list[Slot]) -> list[tuple[Tensor, Tensor]]:
         name = type(self).__name__.lower()
@@ -693,21 +699,21 @@ class Optimizer:
             p, g = self._update(Calls(listed=True), *zip(*groups, strict=True))
             return list(zip(p, g, strict=True))
         if self.implementation == "for-loop":
-            made = one_by_one(self._update, groups, name)
+            results = one_by_one(self._update, groups, name)
         else:
-            made = self._fused(groups, slots, name)
-        return [(p, g) for p, g in made]
+            results = self._fused(groups, slots, name)
+        return [(p, g) for p, g in results]
 
     def _fused(self, groups: list[Column], slots: list[Slot], name: str) -> list[Column]:
         sizes, blocks = len(groups[0]), self._blocks
-        beside = self._counters(slots) if blocks is None else blocks.own_tables(slots, [g[2:] for g in groups])
+        extra_inputs = self._counters(slots) if blocks is None else blocks.own_tables(slots, [g[2:] for g in groups])
         common = () if blocks is None else blocks.common_tables([g[2:] for g in groups])
 
-        def one(*group: Tensor) -> Column:
-            looked = common if blocks is not None and any(map(blocks.holds, group[2:sizes])) else ()
-            return fused_update(self._update, group[:sizes], (*group[sizes:], *looked), name="fused_update")[:2]
+        def update_one(*group: Tensor) -> Column:
+            tables = common if blocks is not None and any(map(blocks.holds, group[2:sizes])) else ()
+            return fused_update(self._update, group[:sizes], (*group[sizes:], *tables), name="fused_update")[:2]
 
-        return over([(*g, *b) for g, b in zip(groups, beside, strict=True)], one, name)
+        return over([(*g, *b) for g, b in zip(groups, extra_inputs, strict=True)], update_one, name)
 
     def _counters(self, slots: list[Slot]) -> list[Column]:
         """Increment the step counter of each parameter; nothing if the host counts."""
@@ -718,20 +724,20 @@ class Optimizer:
 
     def _assigned(self, slots: list[Slot], updated: list[Tensor]) -> list[Slot]:
         """Assign the master copies, if any, to the parameters."""
-        out = [
+        assigned = [
             replace(s, param=t) if s.master is None else replace(s, master=t)
             for s, t in zip(slots, updated, strict=True)
         ]
-        masters = [i for i, s in enumerate(out) if s.master is not None]
-        groups = [(out[i].param, updated[i]) for i in masters]
+        masters = [i for i, s in enumerate(assigned) if s.master is not None]
+        groups = [(assigned[i].param, updated[i]) for i in masters]
         for i, (p,) in zip(masters, over(groups, lambda p, m: assign(p, m), "params"), strict=True):
-            out[i] = replace(out[i], param=p)
-        return out
+            assigned[i] = replace(assigned[i], param=p)
+        return assigned
 
 
-def _alike(kinds: Iterable[object]) -> list[list[int]]:
+def _positions_by_key(kinds: Iterable[object]) -> list[list[int]]:
     """Group the positions of equal values, ordered by first occurrence."""
-    found: dict[object, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for i, kind in enumerate(kinds):
-        found.setdefault(kind, []).append(i)
-    return list(found.values())
+        groups.setdefault(kind, []).append(i)
+    return list(groups.values())

@@ -57,7 +57,8 @@ class SGD(Optimizer):
         bounds("SGD", dampening=(self.dampening, -inf, inf))
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise GraphError(
-                f"SGD: nesterov with momentum {self.momentum} and dampening {self.dampening}, expected a momentum and "
+                f"SGD: nesterov with momentum {self.momentum} and dampening {self.dampening}, expected a nonzero "
+                "momentum and "
                 f"no dampening"
             )
 
@@ -65,11 +66,11 @@ class SGD(Optimizer):
         return (slot.state("momentum_buffer"),) if self.momentum else ()
 
     def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
-        given, own = g, False  # whether the gradient is a temporary
+        raw_grad, is_temporary = g, False
         if self.maximize:
-            g, own = calls.new("neg", g), True
+            g, is_temporary = calls.new("neg", g), True
         if self.weight_decay:
-            g, own = calls.add(g, p, self.weight_decay, inplace=calls.listed and own), True
+            g, is_temporary = calls.add(g, p, self.weight_decay, inplace=calls.listed and is_temporary), True
         step = g
         if self.momentum:
             (buffer,) = states
@@ -77,7 +78,7 @@ class SGD(Optimizer):
             # torch's foreach writes into the gradient itself
             step = calls.add(g, buffer, self.momentum, inplace=calls.listed) if self.nesterov else buffer
         p = calls.add(p, step, -self.lr, inplace=True)
-        return p, step if self.nesterov and calls.listed and not own else given
+        return p, step if self.nesterov and calls.listed and not is_temporary else raw_grad
 
 
 @guarded()

@@ -41,10 +41,12 @@ def _per_token(place: str, model: Graph | Formula, count: str, dims: Mapping[str
     """Return the model FLOPs for each token: derived from a step, or 6*N for N parameters."""
     if not isinstance(model, Graph):
         if dims:
-            raise BindingError(f"{place}: sizes {', '.join(sorted(dims))}, expected none beside a number of parameters")
+            raise BindingError(
+                f"{place}: sizes {', '.join(sorted(dims))} with a number of parameters; expected a graph, or no sizes"
+            )
         return 6 * given(f"{place}: parameters", model)
     if not is_step(model):
-        raise GraphError(f"{place}: graph {model.name!r} has no gradients, expected what training_step returns")
+        raise GraphError(f"{place}: graph {model.name!r} has no gradients; expected the result of training_step")
     values = bindings(model, dims)
     work = poly(as_expr(model_flops(model, count, **dims)))
     return as_expr(answer(work / tokens_poly(model).bind(values), values.held))
@@ -142,10 +144,10 @@ def leading_term(step: Graph, /, tokens: Formula, *, count: str = "executed", **
     """
     if not isinstance(step, Graph):
         raise GraphError(f"leading_term: got {type(step).__name__}, expected a graph")
-    whole = as_expr(training_flops(step, tokens, count=count, **dims))
+    all_flops = as_expr(training_flops(step, tokens, count=count, **dims))
     params = param_count(step, active=True, **dims)
     leading = 6 * as_expr(params) * given("leading_term: tokens", tokens)
-    return LeadingTerm(params, answer(_expanded(leading)), answer(_expanded(whole - leading)))
+    return LeadingTerm(params, answer(_expanded(leading)), answer(_expanded(all_flops - leading)))
 
 
 # -- time ------------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class Crossovers(Table):
     rows: tuple[Crossing, ...]
     """by size"""
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{shorten(self.graph)}, {shorten(self.symbol)}: {len(self.rows)} plans"
 
     def _columns(self) -> Sequence[Column]:
@@ -92,11 +92,11 @@ class _Curves:
     def at(self, sizes: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return peak bytes and seconds of each plan at each size, NaN if the model rejects the size."""
         degrees = {name: np.repeat(array, len(sizes)) for name, array in columns(self.points).items()}
-        known = self.family.sizes(degrees, self.structure)
-        known[self.symbol] = np.tile(np.array(sizes, dtype=np.int64), len(self.points))
-        found = self.forms.at(known, self.family.cuts(self.structure, degrees["pp"]))
-        peak = np.max([*found.peaks.values()], axis=0)  # NaN stays
-        return peak.reshape(-1, len(sizes)), found.seconds.reshape(-1, len(sizes))
+        values = self.family.sizes(degrees, self.structure)
+        values[self.symbol] = np.tile(np.array(sizes, dtype=np.int64), len(self.points))
+        costs = self.forms.at(values, self.family.cuts(self.structure, degrees["pp"]))
+        peak = np.max([*costs.peaks.values()], axis=0)  # NaN stays
+        return peak.reshape(-1, len(sizes)), costs.seconds.reshape(-1, len(sizes))
 
 
 def crossovers(
@@ -155,13 +155,13 @@ def crossovers(
     low, high = (size_of(f"{place}: within", n) for n in _pair(place, within))
     first, last = -(-low // step), high // step
     if last < first:
-        raise BindingError(f"{place}: no multiple of {step} from {low} to {high}, expected some")
+        raise BindingError(f"{place}: no multiple of {step} from {low} to {high}")
     opened = replace(family, dims={k: v for k, v in family.dims.items() if k != symbol})
     curves = [_Curves(opened, symbol, *group) for group in _grouped(opened, found.rows).items()]
     best: dict[int, Crossing] = {}
 
-    def look(at: Iterable[int]) -> None:
-        sizes = [n * step for n in at]
+    def look(multiples: Iterable[int]) -> None:
+        sizes = [n * step for n in multiples]
         best.update(zip((n // step for n in sizes), _fastest(curves, sizes, found), strict=True))
 
     look(sorted({round(float(n)) for n in np.geomspace(first, last, _SAMPLES)}))
@@ -173,7 +173,7 @@ def crossovers(
 
 def _pair(place: str, within: object) -> tuple[Any, Any]:
     if not isinstance(within, tuple | list) or len(within) != 2:
-        raise BindingError(f"{place}: within {shown(within)}, expected the least and the largest size")
+        raise BindingError(f"{place}: within {shown(within)}, expected the smallest and largest size")
     return within[0], within[1]
 
 
@@ -187,22 +187,22 @@ def _grouped(family: PlanFamily, plans: Sequence[Plan]) -> Mapping[Structure, li
     return out
 
 
-def _fastest(curves: Sequence[_Curves], sizes: Sequence[int], found: Search) -> Iterator[Crossing]:
+def _fastest(curves: Sequence[_Curves], sizes: Sequence[int], result: Search) -> Iterator[Crossing]:
     """Yield the best plan at each size: among ties, the fastest with the fewest stages."""
     plans = [plan for curve in curves for plan in curve.plans]
-    both = [curve.at(sizes) for curve in curves]
-    peaks, times = (np.vstack([pair[i] for pair in both]) for i in (0, 1))
-    fits = np.isfinite(peaks) & np.isfinite(times) & (peaks <= found.limit)
+    evaluated = [curve.at(sizes) for curve in curves]
+    peaks, times = (np.vstack([pair[i] for pair in evaluated]) for i in (0, 1))
+    fits = np.isfinite(peaks) & np.isfinite(times) & (peaks <= result.limit)
     times = np.where(fits, times, inf)
-    places = {id(plan): i for i, plan in enumerate(found.rows)}
+    places = {id(plan): i for i, plan in enumerate(result.rows)}
     rank, stages = np.array([(places[id(plan)], plan.pp) for plan in plans]).T
     for j, size in enumerate(sizes):
-        least = times[:, j].min()
-        if least == inf:
+        shortest = times[:, j].min()
+        if shortest == inf:
             yield Crossing(size, None, inf, inf)
             continue
-        tie = np.flatnonzero(times[:, j] <= least * (1 + TIE))
+        tie = np.flatnonzero(times[:, j] <= shortest * (1 + TIE))
         few = tie[stages[tie] == stages[tie].min()]
         close = few[times[few, j] <= times[few, j].min() * (1 + _CLOSE)]
-        at = int(close[rank[close].argmin()])
-        yield Crossing(size, plans[at], float(times[at, j]), float(peaks[at, j]))
+        index = int(close[rank[close].argmin()])
+        yield Crossing(size, plans[index], float(times[index, j]), float(peaks[index, j]))

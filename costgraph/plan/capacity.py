@@ -148,7 +148,7 @@ _FEWEST = 2**12
 def memory_limit(place: str, hardware: str | Hardware | None, memory: float | None) -> float:
     """Return the memory limit in bytes: the one given, or the capacity of a device; exactly one is required."""
     if (hardware is None) == (memory is None):
-        raise BindingError(f"{place}: expected a limit, either hardware= or memory=")
+        raise BindingError(f"{place}: expected exactly one limit, hardware= or memory=")
     return float(load_hardware(hardware).capacity().value if hardware is not None else memory or 0)
 
 
@@ -241,7 +241,7 @@ def largest(
     while fits(high):
         low, high = high, high * 2
         if high > _MOST:
-            raise BindingError(f"largest: every {symbol} fits, expected a dimension that takes memory")
+            raise BindingError(f"largest: every size of {symbol} fits; expected a dimension that memory depends on")
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -250,10 +250,10 @@ def largest(
 
 def parts_of(graph: Graph, t: Tensor, along: str) -> Poly:
     """Return the number of ranks that split a source along a dimension."""
-    place = None if graph.sharding is None else graph.sharding.places.get(t.name)
-    if graph.sharding is None or place is None:
+    placement = None if graph.sharding is None else graph.sharding.places.get(t.name)
+    if graph.sharding is None or placement is None:
         return ONE
-    split = (dim for dim, size in zip(place.dims, t.sizes, strict=True) if along in size.names())
+    split = (dim for dim, size in zip(placement.dims, t.sizes, strict=True) if along in size.names())
     return prod((graph.sharding.mesh[f] for dim in split for f in dim if isinstance(f, str)), start=ONE)
 
 
@@ -261,6 +261,6 @@ def rooms(graph: Graph, sizes: Mapping[str, int], along: str) -> Callable[[int],
     """Return a function that rounds a sequence length up to equal cache lengths on all ranks."""
     values = {name: poly(n) for name, n in sizes.items()}
     caches = (t for g in graph.bodies() for t in g.tensors if t.role == "cache")
-    found = {parts_of(graph, t, along).bind(values).constant for t in caches}
-    ranks = lcm(*(int(n) for n in found if n is not None))
+    split_counts = {parts_of(graph, t, along).bind(values).constant for t in caches}
+    ranks = lcm(*(int(n) for n in split_counts if n is not None))
     return lambda size: -(-size // ranks) * ranks

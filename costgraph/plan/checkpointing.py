@@ -74,24 +74,26 @@ def best_interval(graph: Graph, /, loss: Any = None, **dims: int) -> Formula:
     name = next(n for n in ("k", "interval", "interval_of_layers") if n not in known_names(graph))
     if not any(op.loop is not None for op in graph.walk()):
         raise GraphError(f"best_interval: graph {graph.name!r} has no stack of layers that can be split into groups")
-    made = backward(with_loss(graph, loss), checkpoint=every(make_dims(name)))
-    program = play(made)
-    again = [i for i, step in enumerate(program.steps) if step.op.phase == "recompute"]
-    begin = next((i for i in again if i + 1 not in again), None)
-    live = next((p for at, p in live_bytes(program) if begin is not None and at > begin), None)
-    groups, inside = (
+    step_graph = backward(with_loss(graph, loss), checkpoint=every(make_dims(name)))
+    program = play(step_graph)
+    recomputed = [i for i, step in enumerate(program.steps) if step.op.phase == "recompute"]
+    begin = next((i for i in recomputed if i + 1 not in recomputed), None)
+    live = next((p for index, p in live_bytes(program) if begin is not None and index > begin), None)
+    groups, per_layer = (
         (Poly({}), Poly({})) if live is None else (_coefficient(live, name, -1), _coefficient(live, name, 1))
     )
-    if not groups or not inside:
+    if not groups or not per_layer:
         raise GraphError(f"best_interval: graph {graph.name!r} has no stack of layers that can be split into groups")
-    found = sympy.sqrt(sympy.cancel((groups / inside).expr) if len(inside.terms) > 1 else (groups / inside).expr)
-    return bound_answer(poly(found), values)
+    interval = sympy.sqrt(
+        sympy.cancel((groups / per_layer).expr) if len(per_layer.terms) > 1 else (groups / per_layer).expr
+    )
+    return bound_answer(poly(interval), values)
 
 
 def _coefficient(p: Poly, name: str, exponent: int) -> Poly:
     """Return the coefficient of a symbol's power."""
-    found = {m: c for m, c in p.terms.items() if dict(m).get(name) == exponent}
-    return Poly({tuple((k, e) for k, e in m if k != name): c for m, c in found.items()})
+    matching = {m: c for m, c in p.terms.items() if dict(m).get(name) == exponent}
+    return Poly({tuple((k, e) for k, e in m if k != name): c for m, c in matching.items()})
 
 
 def _policies(graph: Graph, layers: int) -> Iterator[Checkpoint | None]:
@@ -109,14 +111,14 @@ def _policies(graph: Graph, layers: int) -> Iterator[Checkpoint | None]:
 
 def _parts(graph: Graph) -> list[tuple[str, ...]]:
     """List the scopes and kernels inside the layers, each alone and all together."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for op in graph.ops:
         if op.loop is not None and op.body is not None:
             for inner in op.body.ops:
-                first, *rest = inner.name.removeprefix(f"{op.name}/").split("/")
-                if (rest or inner.body is not None) and is_name(first):
-                    found[first] = None
-    return [(name,) for name in found] + ([tuple(found)] if len(found) > 1 else [])
+                first, *deeper = inner.name.removeprefix(f"{op.name}/").split("/")
+                if (deeper or inner.body is not None) and is_name(first):
+                    names[first] = None
+    return [(name,) for name in names] + ([tuple(names)] if len(names) > 1 else [])
 
 
 def checkpoint_for(
@@ -165,9 +167,11 @@ def checkpoint_for(
     limit = memory_limit("checkpoint_for", hardware, memory)
     chosen, sizes = dict(options or {}), dict[str, Any](dims)
     if "checkpoint" in chosen:
-        raise GraphError("checkpoint_for: options has a checkpoint already, expected the other arguments of a step")
+        raise GraphError(
+            "checkpoint_for: options already include checkpoint; expected the other arguments of training_step"
+        )
     fitting: list[tuple[Any, Any, Checkpoint | None]] = []
-    least: Any = None
+    smallest: Any = None
     layers = _layers(graph, dims)
     if layers > _MOST_LAYERS:
         raise BindingError(f"checkpoint_for: {shown(layers)} layers, expected at most {_MOST_LAYERS}")
@@ -177,15 +181,15 @@ def checkpoint_for(
         step = training_step(graph, checkpoint=policy, **chosen)
         peak = peak_memory(step, **sizes)
         need_bound([peak], "checkpoint_for")
-        least = peak if least is None else min(least, peak)
+        smallest = peak if smallest is None else min(smallest, peak)
         if peak <= limit:
-            again = costs(step, **sizes).filter(phase="recompute").total().flops
-            fitting.append((again, peak, policy))
+            recomputed = costs(step, **sizes).filter(phase="recompute").total().flops
+            fitting.append((recomputed, peak, policy))
             if policy is None:
                 return None
     if not fitting:
-        raise BindingError(f"checkpoint_for: the least is {least} bytes, expected at most {limit}")
-    return min(fitting, key=lambda found: found[:2])[2]
+        raise BindingError(f"checkpoint_for: the smallest peak is {smallest} bytes, expected at most {limit}")
+    return min(fitting, key=lambda candidate: candidate[:2])[2]
 
 
 def _layers(graph: Graph, dims: dict[str, int]) -> int:

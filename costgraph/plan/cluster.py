@@ -66,7 +66,7 @@ class Run:
 def run(
     step: Graph, hardware: str | Hardware, /, tokens: Formula, *, network: str | Network | None = None,
     price: Formula | None = None, overlap: str = "none", bubble: Formula = 0, schedule: str | None = None,
-    pp: Formula = 1, micro_batches: Formula = 1, virtual: Formula | None = None, dtype: str | None = None,
+    pp: Formula = 1, micro_batches: Formula = 1, virtual_stages: Formula | None = None, dtype: str | None = None,
     fallback: Fallback = None, **dims: int,
 ) -> Run:  # fmt: skip
     """Return throughput, duration and cost of a training run with a given number of tokens.
@@ -91,7 +91,7 @@ def run(
     schedule : str, optional
         Pipeline schedule, if the step is one pipeline rank. The idle fraction is then that of `bubble`, with equal
         times for the forward pass and both gradients.
-    pp, micro_batches, virtual : int or sympy.Expr, optional
+    pp, micro_batches, virtual_stages : int or sympy.Expr, optional
         Pipeline ranks, micro-batches per step and model chunks per rank, as in `bubble`.
     dtype : str, optional
         Format whose peak rate counts, by default as in `mfu`.
@@ -126,36 +126,38 @@ def run(
     """
     need_graph("run", step)
     if not is_step(step):
-        raise GraphError(f"run: graph {step.name!r} has no gradients, expected a step of training")
+        raise GraphError(f"run: graph {step.name!r} has no gradients; expected a training step")
     (_, values), *_ = stages = of_stages(step, dims)
     busy = seconds(step, hardware, fallback=fallback, hierarchical=False, overlap=overlap, network=network, **dims)
-    idle, ranks = _idle(bubble, schedule, pp, micro_batches, virtual)
-    done = as_expr(model_flops(step, "executed", **_own(step, dims)))
+    idle, ranks = _idle(bubble, schedule, pp, micro_batches, virtual_stages)
+    step_flops = as_expr(model_flops(step, "executed", **_own(step, dims)))
     if step.parts:
         if ranks != 1 or idle != 0:
-            raise GraphError(f"run: graph {step.name!r} has stages itself, expected no bubble and no schedule")
-        done, ranks = _mean(stages, dims)
-    taken = given("run: seconds", busy) * (1 + idle)
-    own, (mesh, parts) = tokens_poly(step), spread("run", step)
+            raise GraphError(
+                f"run: graph {step.name!r} already has pipeline stages; expected no bubble and no schedule"
+            )
+        step_flops, ranks = _mean(stages, dims)
+    step_seconds = given("run: seconds", busy) * (1 + idle)
+    tokens_of_rank, (mesh, splits) = tokens_poly(step), spread("run", step)
     if step.waiting is not None and SCHEDULES[step.waiting.schedule].both_ways:
-        parts *= 2  # half of the micro-batches enter at each end
-    devices, whole = (as_expr(answer(p.bind(values), values.held)) for p in (mesh, own * parts))
+        splits *= 2  # half of the micro-batches enter at each end
+    devices, tokens_of_step = (as_expr(answer(p.bind(values), values.held)) for p in (mesh, tokens_of_rank * splits))
     devices *= ranks
     sizes = _own(step, dims)
     dtype = main_format(step, **sizes) if dtype is None else dtype
     rate = rate_of("run", hardware, dtype, step, sizes, fallback)
-    steps = given("run: tokens", tokens) / whole
-    hours = steps * taken * devices / _HOUR
+    steps = given("run: tokens", tokens) / tokens_of_step
+    hours = steps * step_seconds * devices / _HOUR
     return Run(
         devices=answer(devices),
-        seconds=answer(taken),
-        step_tokens=answer(whole),
-        tokens_per_second=answer(whole / taken),
-        mfu=answer(done / (taken * rate)),
+        seconds=answer(step_seconds),
+        step_tokens=answer(tokens_of_step),
+        tokens_per_second=answer(tokens_of_step / step_seconds),
+        mfu=answer(step_flops / (step_seconds * rate)),
         dtype=dtype,
         others=other_formats(step, dtype, **sizes),
         steps=answer(steps),
-        days=answer(steps * taken / (24 * _HOUR)),
+        days=answer(steps * step_seconds / (24 * _HOUR)),
         device_hours=answer(hours),
         cost=None if price is None else answer(hours * given("run: price", price)),
     )
@@ -163,12 +165,12 @@ def run(
 
 def _mean(stages: Sequence[tuple[Graph, Bindings]], dims: Mapping[str, int]) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the mean model FLOPs over the pipeline stages, and the number of stages."""
-    done, ranks = sympy.Integer(0), sympy.Integer(0)
+    flops, ranks = sympy.Integer(0), sympy.Integer(0)
     for g, values in stages:
         assert g.waiting is not None
         alike = as_expr(answer(g.waiting.alike.bind(values), values.held))
-        done, ranks = done + alike * as_expr(model_flops(g, "executed", **_own(g, dims))), ranks + alike
-    return done / ranks, ranks
+        flops, ranks = flops + alike * as_expr(model_flops(g, "executed", **_own(g, dims))), ranks + alike
+    return flops / ranks, ranks
 
 
 def _own(graph: Graph, dims: Mapping[str, int]) -> dict[str, int]:
@@ -176,18 +178,18 @@ def _own(graph: Graph, dims: Mapping[str, int]) -> dict[str, int]:
 
 
 def _idle(
-    stated: Formula, schedule: str | None, pp: Formula, micro_batches: Formula, virtual: Formula | None
+    bubble: Formula, schedule: str | None, pp: Formula, micro_batches: Formula, virtual_stages: Formula | None
 ) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the idle fraction, and the number of pipeline ranks."""
-    none = isinstance(stated, int | float) and stated == 0
+    none = isinstance(bubble, int | float) and bubble == 0
     if schedule is None:
-        for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual", virtual)):
+        for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual_stages", virtual_stages)):
             if value not in (1, None):
-                raise GraphError(f"run: {name} is {shown(value)}, expected a schedule beside it")
-        return sympy.Integer(0) if none else given("run: bubble", stated), sympy.Integer(1)
+                raise GraphError(f"run: {name} is {shown(value)} without a schedule; add schedule=")
+        return sympy.Integer(0) if none else given("run: bubble", bubble), sympy.Integer(1)
     if not none:
-        raise GraphError(f"run: bubble is {shown(stated)} beside schedule {shown(schedule)}, expected one of both")
-    return as_expr(idle_share(schedule, pp, micro_batches, virtual)), as_expr(pp)
+        raise GraphError(f"run: bubble is {shown(bubble)} with schedule {shown(schedule)}; expected only one of them")
+    return as_expr(idle_share(schedule, pp, micro_batches, virtual_stages)), as_expr(pp)
 
 
 def spread(place: str, graph: Graph) -> tuple[Poly, Poly]:
@@ -197,16 +199,18 @@ def spread(place: str, graph: Graph) -> tuple[Poly, Poly]:
         return ONE, ONE
     mesh = sharding.mesh
     inputs = (t.name for t in graph.tensors if t.producer is None and t.role == "input" and t.dtype.kind != "float")
-    found = {name: prod((mesh[axis] for axis in sharding.places[name].axes), start=ONE) for name in inputs}
-    parts = set(found.values())
-    if len(parts) != 1:
-        has = ", ".join(f"{name!r} into {n}" for name, n in found.items())
-        raise GraphError(f"{place}: graph {graph.name!r} splits {has}, expected inputs of whole numbers split alike")
-    return mesh.devices, parts.pop()
+    splits_by_input = {name: prod((mesh[axis] for axis in sharding.places[name].axes), start=ONE) for name in inputs}
+    splits = set(splits_by_input.values())
+    if len(splits) != 1:
+        description = ", ".join(f"{name!r} into {n}" for name, n in splits_by_input.items())
+        raise GraphError(
+            f"{place}: graph {graph.name!r} splits {description}, expected the same split of all integer inputs"
+        )
+    return mesh.devices, splits.pop()
 
 
 def served(place: str, graph: Graph) -> tuple[Poly, Poly]:
     """Return the number of devices that a pass runs on, and how often the graph's tokens pass through all of them."""
-    devices, parts = spread(place, graph)
+    devices, splits = spread(place, graph)
     of_stage = graph.waiting
-    return (devices, parts) if of_stage is None else (devices * of_stage.stages, parts * of_stage.micro_batches)
+    return (devices, splits) if of_stage is None else (devices * of_stage.stages, splits * of_stage.micro_batches)

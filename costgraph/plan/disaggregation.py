@@ -154,37 +154,38 @@ def disaggregated(
     place = "disaggregated"
     need_choice(f"{place}: time", time, ("estimate", "lower_bound"))
     prompt, steps = size_of(f"{place}: prompt", prompt), size_of(f"{place}: steps", steps)
-    many, held = (size_of(f"{place}: sequences[{i}]", n) for i, n in enumerate(sequences))
+    prompts, decoding = (size_of(f"{place}: sequences[{i}]", n) for i, n in enumerate(sequences))
     device = joined(hardware, network)
     for g in (prefill, decode):
         need_graph(place, g)
     unknown = sorted(set(dims) - known_names(prefill) - known_names(decode))
     if unknown:
-        raise BindingError(f"{place}: {unknown[0]} is no dimension of either graph, expected one that is")
-    first, after = (_Side(g, device, dims, (batch, along), n) for g, n in ((prefill, many), (decode, held)))
-    if first.tokens(prompt) != many * prompt:
-        has = f"graph {prefill.name!r} has {first.tokens(prompt)} tokens"
-        raise GraphError(f"{place}: {has}, expected {prompt} of each of {many} sequences")
-    new, rest = divmod(after.tokens(prompt), held)
-    if rest:
-        has = f"graph {decode.name!r} has {after.tokens(prompt)} tokens"
-        raise GraphError(f"{place}: {has}, expected as many of each of {held} sequences")
+        raise BindingError(f"{place}: {unknown[0]} is not a dimension of either graph")
+    first, after = (_Side(g, device, dims, (batch, along), n) for g, n in ((prefill, prompts), (decode, decoding)))
+    if first.tokens(prompt) != prompts * prompt:
+        problem = f"graph {prefill.name!r} has {first.tokens(prompt)} tokens"
+        raise GraphError(f"{place}: {problem}, expected {prompt} for each of {prompts} sequences")
+    new, remainder = divmod(after.tokens(prompt), decoding)
+    if remainder:
+        problem = f"graph {decode.name!r} has {after.tokens(prompt)} tokens"
+        raise GraphError(f"{place}: {problem}, expected an equal number for each of {decoding} sequences")
     prefilling = first.seconds(prompt, time, fallback)
     room = rooms(decode, {**after.fixed, along: prompt}, along)
     step = cache(lambda size: after.seconds(size, time, fallback))
     following, last, all_of = all_steps(lambda i: step(room(prompt + new * (i + 1))), steps)
     # each rank holds a share of every sequence in its part of the batch
-    received = Fraction(after.kept(room(prompt)) * after.parts * after.batches, held) * -(-many // after.parts)
-    sent = max(Fraction(first.kept(prompt) * first.batches), received)
+    received = Fraction(after.kept(room(prompt)) * after.parts * after.batches, decoding) * -(-prompts // after.parts)
+    cache_bytes = max(Fraction(first.kept(prompt) * first.batches), received)
     link = _between(device, first.devices + after.devices)
-    taken = float((link.latency + poly(sent) / link.pair).constant or 0)
+    transfer_seconds = float((link.latency + poly(cache_bytes) / link.pair).constant or 0)
     memory = (first.memory(prompt), after.memory(room(prompt + new * steps)))
     return Disaggregated(
-        first_token=prefilling, transfer=taken, next_token=following, last_token=last,
-        total=prefilling + taken + all_of, sent=number(sent), link=link.name, prefill_devices=first.devices,
+        first_token=prefilling, transfer=transfer_seconds, next_token=following, last_token=last,
+        total=prefilling + transfer_seconds + all_of, sent=number(cache_bytes), link=link.name,
+        prefill_devices=first.devices,
         decode_devices=after.devices, prefill_memory=memory[0], decode_memory=memory[1],
-        fits=bool(max(memory) <= device.capacity().value), prefilled=many / max(prefilling, taken),
-        decoded=held / all_of, tokens=1 + new * steps,
+        fits=bool(max(memory) <= device.capacity().value), prefilled=prompts / max(prefilling, transfer_seconds),
+        decoded=decoding / all_of, tokens=1 + new * steps,
     )  # fmt: skip
 
 
@@ -195,16 +196,16 @@ class _Side:
         self, graph: Graph, device: Hardware, dims: Mapping[str, Any], free: tuple[str, str], sequences: int
     ) -> None:
         place = "disaggregated"
-        own = {k: v for k, v in dims.items() if k in known_names(graph)}
+        bound = {k: v for k, v in dims.items() if k in known_names(graph)}
         for name in free:
-            need_open(graph, name, own, place)
+            need_open(graph, name, bound, place)
         self.graph, self.device = graph, device
         self.batches = _batches(place, graph)
-        each, rest = divmod(sequences, self.batches)
-        if rest:
-            has = f"graph {graph.name!r} has {self.batches} micro-batches"
-            raise GraphError(f"{place}: {has}, expected as many sequences in each of {sequences}")
-        self.dims, self.along = {**own, free[0]: each}, free[1]
+        each, remainder = divmod(sequences, self.batches)
+        if remainder:
+            problem = f"graph {graph.name!r} has {self.batches} micro-batches"
+            raise GraphError(f"{place}: {problem}, expected a divisor of the {sequences} sequences")
+        self.dims, self.along = {**bound, free[0]: each}, free[1]
         self.fixed = numbers(place, graph, self.dims, self.along)
         self.devices, parts = (bound_size(p, self.fixed) for p in served(place, graph))
         self.parts = parts // self.batches
@@ -230,17 +231,17 @@ class _Side:
     def memory(self, positions: int) -> int | float:
         """Return a rank's peak memory in bytes."""
         sizes: dict[str, Any] = {**self.dims, self.along: positions}
-        found = peak_memory(self.graph, **sizes)
-        assert isinstance(found, int | float)
-        return found
+        peak = peak_memory(self.graph, **sizes)
+        assert isinstance(peak, int | float)
+        return peak
 
 
 def _batches(place: str, graph: Graph) -> int:
     """Return the number of batches in flight in a graph's pipeline."""
-    many = ONE if graph.waiting is None else graph.waiting.micro_batches
-    if many.constant is None:
-        raise GraphError(f"{place}: graph {graph.name!r} has {many} micro-batches, expected a number")
-    return int(many.constant)
+    batches = ONE if graph.waiting is None else graph.waiting.micro_batches
+    if batches.constant is None:
+        raise GraphError(f"{place}: graph {graph.name!r} has {batches} micro-batches, expected a number")
+    return int(batches.constant)
 
 
 def _between(device: Hardware, devices: int) -> Wire:
@@ -250,4 +251,4 @@ def _between(device: Hardware, devices: int) -> Wire:
     for name, size in extents(device):
         if size is None or size >= devices:
             return wire(device, name)
-    raise SpecError(f"disaggregated: {devices} devices, expected the {size:,} that the {name} joins at most")
+    raise SpecError(f"disaggregated: {devices} devices, but the {name} joins at most {size:,}")

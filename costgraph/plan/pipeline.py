@@ -23,10 +23,10 @@ from ..transforms.pipeline_schedules import (
     COSTS,
     SCHEDULES,
     Action,
-    asked,
     idle,
     idle_at,
-    played,
+    run_actions,
+    schedule_sizes,
     sizes,
 )
 
@@ -116,33 +116,33 @@ def simulate(
     """
     _check(actions)
     stages = 1 + max(a.stage for row in actions for a in row)
-    given = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
-    costs = list(zip(*(_times(name, value, stages) for name, value in given.items()), strict=True))
+    durations = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
+    costs = list(zip(*(_times(name, value, stages) for name, value in durations.items()), strict=True))
     wait = _time("send", send)
 
     def after(start: Time, action: Action) -> Time:
         took: Time = sum((t for n, t in zip(COSTS[action.kind], costs[action.stage], strict=True) if n), 0)
         return start + took
 
-    events = played(actions, 0, after, max, lambda time: time + wait)
+    events = run_actions(actions, 0, after, max, lambda time: time + wait)
     return Simulated(tuple(tuple(Event(*e) for e in row) for row in events))
 
 
 def _check(actions: Sequence[Sequence[Action]]) -> None:
     """Raise GraphError if there are no actions, an unknown one, or a duplicate."""
-    known = {*COSTS, *(f"{what} {way}" for what in ("send", "receive") for way in "FB")}
-    done = set()
+    kinds = {*COSTS, *(f"{verb} {direction}" for verb in ("send", "receive") for direction in "FB")}
+    performed = set()
     for r, row in enumerate(actions):
         for i, a in enumerate(row):
             where = f"simulate: actions[{r}][{i}]"
-            if a.kind not in known or any(type(n) is not int or n < 0 for n in a[1:3]):
-                raise GraphError(f"{where} is {shown(tuple(a[:3]))}, expected one as schedule lists them")
-            for part in ("IW" if a.kind == "B" else a.kind) if a.kind in COSTS else ():
-                if (part, *a[1:3]) in done:
+            if a.kind not in kinds or any(type(n) is not int or n < 0 for n in a[1:3]):
+                raise GraphError(f"{where} is {shown(tuple(a[:3]))}, expected an action as returned by schedule")
+            for component in ("IW" if a.kind == "B" else a.kind) if a.kind in COSTS else ():
+                if (component, *a[1:3]) in performed:
                     raise GraphError(f"{where} is {shown(tuple(a[:3]))} a second time, expected each action once")
-                done.add((part, *a[1:3]))
-    if not done:
-        raise GraphError("simulate: actions of no rank, expected a list for each, as schedule makes them")
+                performed.add((component, *a[1:3]))
+    if not performed:
+        raise GraphError("simulate: no actions; expected a list for each rank, as from schedule")
 
 
 def _times(name: str, value: Any, stages: int) -> list[Time]:
@@ -156,7 +156,7 @@ def _times(name: str, value: Any, stages: int) -> list[Time]:
 def _time(name: str, value: object) -> Time:
     number = Fraction(value) if isinstance(value, Rational) and not isinstance(value, int) else value
     if not isinstance(number, int | float | Fraction) or isinstance(number, bool) or not 0 <= number < float("inf"):
-        raise GraphError(f"simulate: {name} is {shown(value)}, expected a time that is not negative")
+        raise GraphError(f"simulate: {name} is {shown(value)}, expected a nonnegative time")
     return number
 
 
@@ -165,15 +165,15 @@ def _time(name: str, value: object) -> Time:
 
 def _forwards(name: str) -> sympy.Expr:
     """Return a rank's number of forward passes in a step."""
-    made = SCHEDULES[name]
-    half = 2 if made.both_ways else 1
-    phases = made.phases(_M / half, _P / half, _V, sympy.Integer(0))
+    schedule = SCHEDULES[name]
+    half = 2 if schedule.both_ways else 1
+    phases = schedule.phases(_M / half, _P / half, _V, sympy.Integer(0))
     count = sympy.Add(*(sum(word[0] == "F" for word in words.split()) * times for words, times in phases))
     return sympy.expand(count)
 
 
 def bubble(
-    name: str, pp: Formula, micro_batches: Formula, virtual: Formula | None = None, *, forward: Formula = 1,
+    name: str, pp: Formula, micro_batches: Formula, virtual_stages: Formula | None = None, *, forward: Formula = 1,
     backward_input: Formula = 1, backward_weight: Formula = 1,
 ) -> Formula:  # fmt: skip
     """Return a pipeline rank's idle time as a fraction of its busy time.
@@ -184,7 +184,7 @@ def bubble(
         Schedule name, as in `schedule`.
     pp, micro_batches : int or sympy.Expr
         Ranks, and micro-batches per step.
-    virtual : int or sympy.Expr, optional
+    virtual_stages : int or sympy.Expr, optional
         Model chunks of a rank, as in `schedule`.
     forward, backward_input, backward_weight : number or sympy.Expr
         Times of the forward pass, input gradient and weight gradient, equal for all stages.
@@ -218,20 +218,22 @@ def bubble(
     times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     exact = [given(f"bubble: {key}", value) for key, value in times.items()]
     _, fewest = idle(name) if isinstance(name, str) and name in SCHEDULES else ((), 1)
-    values, held = asked(name, pp, micro_batches, virtual, fewest=fewest)
+    values, validities = schedule_sizes(name, pp, micro_batches, virtual_stages, fewest=fewest)
     m, p, v = (values[key] for key in "mpv")
     forms, _ = idle(name)
     if p.constant is not None and int(p.constant) < fewest:  # too few ranks for the general formula
-        many, chunks = next(sizes(name, int(p.constant)))
+        batches, chunks = next(sizes(name, int(p.constant)))
         forms = tuple(
-            sympy.Add(*map(sympy.Mul, row, (_F, _I, _W))) for row in idle_at(name, int(p.constant), many, chunks)
+            sympy.Add(*map(sympy.Mul, row, (_F, _I, _W))) for row in idle_at(name, int(p.constant), batches, chunks)
         )
-    put = dict(zip((_M, _P, _V, _F, _I, _W), (m.expr, p.expr, v.expr, *exact), strict=True))
+    substitutions = dict(zip((_M, _P, _V, _F, _I, _W), (m.expr, p.expr, v.expr, *exact), strict=True))
     common = sympy.gcd_list(forms) or sympy.Integer(1)
     each = [sympy.cancel(form / common) for form in forms]
-    whole = _F + _I + _W
+    busy = _F + _I + _W
     if len(each) == 1:
-        share = (common * sympy.cancel(each[0] / whole) / _forwards(name)).xreplace(put)
+        share = (common * sympy.cancel(each[0] / busy) / _forwards(name)).xreplace(substitutions)
     else:
-        share = (common / whole / _forwards(name)).xreplace(put) * Max(*(e.xreplace(put) for e in each))
-    return answer(share if share.has(Max) else sympy.factor(share), held)
+        share = (common / busy / _forwards(name)).xreplace(substitutions) * Max(
+            *(e.xreplace(substitutions) for e in each)
+        )
+    return answer(share if share.has(Max) else sympy.factor(share), validities)

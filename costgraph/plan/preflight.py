@@ -117,10 +117,12 @@ class _Run:
         return int(value) if value == int(value) else float(value)
 
 
-def _upto(name: str, figure: Formula, unit: str, limit: Formula, against: str, other: str = "fails") -> PreflightCheck:
+def _upto(
+    name: str, figure: Formula, unit: str, limit: Formula, against: str, failure: str = "fails"
+) -> PreflightCheck:
     """Return a check that a value is at most its limit."""
     open_ = any(isinstance(v, sympy.Expr) for v in (figure, limit))
-    return PreflightCheck(name, figure, unit, limit, against, "open" if open_ else "ok" if figure <= limit else other)
+    return PreflightCheck(name, figure, unit, limit, against, "open" if open_ else "ok" if figure <= limit else failure)
 
 
 def _work(run: _Run, tokens: Formula | None, most_days: Formula | None, used: Formula | None) -> list[PreflightCheck]:
@@ -146,12 +148,12 @@ def _work(run: _Run, tokens: Formula | None, most_days: Formula | None, used: Fo
 
 def _memory(run: _Run) -> list[PreflightCheck]:
     state, room = state_bytes(run.step, **run.dims), run.capacity
-    alone = run.devices == 1
+    single_device = run.devices == 1
     everywhere = answer(run.devices * given("capacity", room))
     activations = activation_memory(run.step, **run.dims)
-    whole = _upto(
+    total_memory = _upto(
         "peak memory of a step", peak_memory(run.step, **run.dims), "B", room, "one device has",
-        "fails" if alone else "needs sharding",
+        "fails" if single_device else "needs sharding",
     )  # fmt: skip
     rows = [
         PreflightCheck("weights", state.params, "B"),
@@ -160,9 +162,9 @@ def _memory(run: _Run) -> list[PreflightCheck]:
         _upto("state memory", state.total, "B", everywhere, "all devices have"),
         PreflightCheck("checkpoint", saved_state_bytes(run.step, **run.dims), "B"),
         _upto("activation memory", activations, "B", room, "one device has"),
-        whole,
+        total_memory,
     ]
-    if not alone:
+    if not single_device:
         share = answer(as_expr(state.total) / run.devices + as_expr(activations))
         rows.append(_upto("even share of the state, and activations", share, "B", room, "one device has"))
     return rows
@@ -174,8 +176,8 @@ def _speed(run: _Run, dtype: str, used: Formula | None, bound: Formula | None) -
     verdict = "open" if isinstance(ratio, sympy.Expr) else "compute-bound" if ratio >= limit else "memory-bound"
     rows = [PreflightCheck("arithmetic intensity", ratio, "FLOP/B", limit, "the ridge point is", verdict)]
     if used is not None:
-        most = 1 if bound is None else bound
-        rows.append(_upto("MFU", used, "1", most, "at most" if bound is None else "the roofline allows"))
+        allowed = 1 if bound is None else bound
+        rows.append(_upto("MFU", used, "1", allowed, "at most" if bound is None else "the roofline allows"))
     return rows
 
 
@@ -232,23 +234,23 @@ def preflight(
     state_bytes(step, **dims)  # raises an error if this is not a training step
     values = bindings(step, dims)
     sizes = {k: int(v.constant) for k, v in sorted(values.items()) if v.constant is not None}
-    wanted = main_format(step, **dims) if dtype is None else dtype
+    main_dtype = main_format(step, **dims) if dtype is None else dtype
     device = load_hardware(hardware)
-    rate = rate_of("preflight", device, wanted, step, dims, fallback)
+    rate = rate_of("preflight", device, main_dtype, step, dims, fallback)
     run = _Run(step, device, given("preflight: devices", devices), rate, dims, fallback)
-    used, bound = _utilizations(run, mfu, whole=known_names(step) <= sizes.keys())
-    rows = [*_work(run, tokens, most_days, used), *_memory(run), *_speed(run, wanted, used, bound)]
+    used, bound = _utilizations(run, mfu, all_bound=known_names(step) <= sizes.keys())
+    rows = [*_work(run, tokens, most_days, used), *_memory(run), *_speed(run, main_dtype, used, bound)]
     return Preflight(step.name, device, answer(run.devices), sizes, tuple(rows))
 
 
-def _utilizations(run: _Run, assumed: Formula | None, *, whole: bool) -> tuple[Formula | None, Formula | None]:
+def _utilizations(run: _Run, assumed: Formula | None, *, all_bound: bool) -> tuple[Formula | None, Formula | None]:
     """Return the assumed MFU, and the largest that the roofline allows if all sizes are bound."""
-    asked = None if assumed is None else answer(given("preflight: mfu", assumed, most=1))
-    if not whole:
-        return asked, None
+    assumed_mfu = None if assumed is None else answer(given("preflight: mfu", assumed, most=1))
+    if not all_bound:
+        return assumed_mfu, None
     times = bound_roofline("preflight", run.step, run.device, run.fallback, run.dims)
 
     def at(seconds: float) -> Formula:
         return utilization(run.step, seconds, run.rate, **run.dims)
 
-    return at(times.estimate) if asked is None else asked, min(at(times.lower_bound), 1)
+    return at(times.estimate) if assumed_mfu is None else assumed_mfu, min(at(times.lower_bound), 1)

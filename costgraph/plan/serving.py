@@ -110,8 +110,8 @@ class Throughput(Table):
     @property
     def best(self) -> ThroughputRow | None:
         """The step with the most tokens per second among those that fit, None if none does."""
-        found = [r for r in self.rows if r.fits]
-        return max(found, key=lambda r: r.tokens_per_second, default=None)
+        fitting = [r for r in self.rows if r.fits]
+        return max(fitting, key=lambda r: r.tokens_per_second, default=None)
 
     def plot(self, path: object = None) -> object:
         """Plot tokens per second against the time of a step; requires matplotlib.
@@ -128,7 +128,7 @@ class Throughput(Table):
         """
         return plotter("throughput")(self, path)
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{shorten(self.graph)} on {self.hardware.id}, {len(self.rows)} sizes of {self.symbol}"
 
     def _columns(self) -> Sequence[Column]:
@@ -145,21 +145,23 @@ class Throughput(Table):
 
 def numbers(place: str, graph: Graph, dims: Mapping[str, Any], free: str) -> dict[str, int]:
     """Return a graph's bound sizes, except for one dimension."""
-    found: dict[str, int] = {}
+    bound: dict[str, int] = {}
     for g, values in of_stages(graph, dims):
         values.pop(free, None)
-        left = sorted(n for n in known_names(g) - {free} if n not in values or values[n].constant is None)
-        if left:
-            raise BindingError(f"{place} of graph {graph.name!r}: expected numbers, still unbound: {', '.join(left)}")
-        found |= {k: int(v.constant or 0) for k, v in values.items() if v.constant is not None}
-    return dict(sorted(found.items()))
+        unbound = sorted(n for n in known_names(g) - {free} if n not in values or values[n].constant is None)
+        if unbound:
+            raise BindingError(
+                f"{place} of graph {graph.name!r}: expected numbers, still unbound: {', '.join(unbound)}"
+            )
+        bound |= {k: int(v.constant or 0) for k, v in values.items() if v.constant is not None}
+    return dict(sorted(bound.items()))
 
 
 def bound_size(amount: Poly, values: Mapping[str, int]) -> int:
     """Return an integer amount at given sizes."""
-    found = amount.bind({k: Poly({(): v}) for k, v in values.items()}).constant
-    assert found is not None
-    return int(found)
+    value = amount.bind({k: Poly({(): v}) for k, v in values.items()}).constant
+    assert value is not None
+    return int(value)
 
 
 def throughput(
@@ -220,8 +222,8 @@ def throughput(
     device = joined(hardware, network)
     fixed = numbers(place, graph, dims, symbol)
     if values is None:
-        least = smallest(lambda n: is_allowed(graph, {**dims, symbol: n}))
-        sizes = _doublings(least, largest(graph, symbol, hardware=device, **dims))
+        smallest_size = smallest(lambda n: is_allowed(graph, {**dims, symbol: n}))
+        sizes = _doublings(smallest_size, largest(graph, symbol, hardware=device, **dims))
     else:
         sizes = sorted({size_of(f"{place}: {symbol}", v) for v in _listed(values)})
     rows = tuple(_row(graph, device, {**dims, symbol: n}, {**fixed, symbol: n}, n, fallback) for n in sizes)
@@ -231,18 +233,18 @@ def throughput(
 def _listed(values: object) -> list[Any]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise BindingError(f"throughput: values {shown(values)}, expected sizes such as [1, 2, 4]")
-    found = list(islice(values, _MOST_SIZES + 1))  # it may be infinite
-    if not found:
-        raise BindingError("throughput: no values, expected one at least")
-    if len(found) > _MOST_SIZES:
-        raise BindingError(f"throughput: more than {_MOST_SIZES} values, expected at most so many")
-    return found
+    listed = list(islice(values, _MOST_SIZES + 1))  # it may be infinite
+    if not listed:
+        raise BindingError("throughput: no values, expected at least one")
+    if len(listed) > _MOST_SIZES:
+        raise BindingError(f"throughput: expected at most {_MOST_SIZES} values")
+    return listed
 
 
-def _doublings(least: int, most: int) -> list[int]:
+def _doublings(first: int, last: int) -> list[int]:
     """Return powers of two times the least size, up to the largest, and the largest."""
-    out = [least << i for i in range(max(most // least, 1).bit_length())]
-    return out if out[-1] >= most else [*out, most]
+    out = [first << i for i in range(max(last // first, 1).bit_length())]
+    return out if out[-1] >= last else [*out, last]
 
 
 def _row(
@@ -250,9 +252,9 @@ def _row(
 ) -> ThroughputRow:
     times = bound_roofline("throughput", graph, device, fallback, dims)
     peak = peak_memory(graph, **dims)
-    devices, parts = served("throughput", graph)
+    devices, splits = served("throughput", graph)
     return ThroughputRow(
-        size=size, tokens=bound_size(tokens_poly(graph) * parts, values), seconds=times.estimate,
+        size=size, tokens=bound_size(tokens_poly(graph) * splits, values), seconds=times.estimate,
         lower_bound=times.lower_bound, memory=peak, fits=bool(peak <= device.capacity().value), bound=times.bound,
         devices=bound_size(devices, values),
     )  # fmt: skip
@@ -351,13 +353,13 @@ def latency(
 
     unknown = sorted(set(dims) - known_names(prefill) - known_names(decode))
     if unknown:
-        raise BindingError(f"{place}: {unknown[0]} is no dimension of either graph, expected one that is")
+        raise BindingError(f"{place}: {unknown[0]} is not a dimension of either graph")
     new = _new_tokens(prefill, decode, dims, along, prompt)
     first = seconds(prefill, prompt)
     room = rooms(decode, {**_of(decode, dims), along: prompt}, along)
-    at = cache(lambda size: seconds(decode, size))
-    following, last, rest = all_steps(lambda i: at(room(prompt + new * (i + 1))), steps)
-    return Latency(first, following, last, first + rest, steps)
+    step_seconds = cache(lambda size: seconds(decode, size))
+    following, last, decode_total = all_steps(lambda i: step_seconds(room(prompt + new * (i + 1))), steps)
+    return Latency(first, following, last, first + decode_total, steps)
 
 
 def _new_tokens(prefill: Graph, decode: Graph, dims: Mapping[str, Any], along: str, prompt: int) -> int:
@@ -367,17 +369,17 @@ def _new_tokens(prefill: Graph, decode: Graph, dims: Mapping[str, Any], along: s
         {t.name: t.numel * parts_of(g, t, along) for t in g.tensors if t.producer is None and t.role == "input"}
         for g in (prefill, decode)
     ]
-    found = {
+    counts = {
         Fraction(bound_size(inputs[1][name], sizes[1]) * prompt, bound_size(amount, sizes[0]))
         for name, amount in inputs[0].items()
         if along in amount.names() and name in inputs[1]
     }
-    if len(found) != 1 or next(iter(found)).denominator != 1:
+    if len(counts) != 1 or next(iter(counts)).denominator != 1:
         raise GraphError(
-            f"latency: graphs {prefill.name!r} and {decode.name!r} have no inputs of positions {along} in common, of "
-            f"as many sequences, expected what prefill and decode made of one declaration"
+            f"latency: graphs {prefill.name!r} and {decode.name!r} share no inputs along {along} with equal "
+            f"numbers of sequences; expected the results of prefill and decode for one model"
         )
-    return int(found.pop())
+    return int(counts.pop())
 
 
 def _of(graph: Graph, dims: Mapping[str, Any]) -> dict[str, Any]:
@@ -391,12 +393,12 @@ def all_steps(seconds: Callable[[int], float], steps: int) -> tuple[float, float
 
 
 def _remembered(function: Callable[[int], float]) -> Callable[[int], float]:
-    found: dict[int, float] = {}
+    cache_by_step: dict[int, float] = {}
 
     def asked(i: int) -> float:
-        if i not in found:
-            found[i] = function(i)
-        return found[i]
+        if i not in cache_by_step:
+            cache_by_step[i] = function(i)
+        return cache_by_step[i]
 
     return asked
 
@@ -407,8 +409,8 @@ def _sum(cost: Callable[[int], float], first: int, last: int) -> float:
     if count <= 2:
         return sum(cost(i) for i in range(first, last + 1))
     ends = (cost(first) + cost(last)) / 2
-    at = [(first + last) // 2, first + (last - first) // 3]
-    line = [cost(first) + (cost(last) - cost(first)) * (i - first) / (last - first) for i in at]
-    if all(abs(cost(i) - y) <= _STRAIGHT * y for i, y in zip(at, line, strict=True)):
+    samples = [(first + last) // 2, first + (last - first) // 3]
+    line = [cost(first) + (cost(last) - cost(first)) * (i - first) / (last - first) for i in samples]
+    if all(abs(cost(i) - y) <= _STRAIGHT * y for i, y in zip(samples, line, strict=True)):
         return ends * count
-    return _sum(cost, first, at[0]) + _sum(cost, at[0] + 1, last)
+    return _sum(cost, first, samples[0]) + _sum(cost, samples[0] + 1, last)

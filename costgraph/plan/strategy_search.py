@@ -30,7 +30,7 @@ from ..notation.validation import READ, guarded
 from ..optimizers import AdamW, Optimizer, optimizer_of
 from ..transforms.checkpoint import every_block, read_checkpoint
 from ..transforms.offload import OFFLOADED, need_offloaded
-from ..transforms.pipeline_schedules import SCHEDULES, asked
+from ..transforms.pipeline_schedules import SCHEDULES, schedule_sizes
 from ..transforms.precision import find_policy
 from ..transforms.shard.parallelize import SYSTEMS, System
 from .capacity import Bytes, memory_limit
@@ -53,7 +53,7 @@ __all__ = [
 TIE = 0.01
 
 #: Choices that have a column only if plans differ in them.
-_CHOICES = ("schedule", "virtual", "precision", "offload")
+_CHOICES = ("schedule", "virtual_stages", "precision", "offload")
 
 
 @guarded()
@@ -83,7 +83,7 @@ class Plan:
     """activation checkpointing, as on the command line: none, every-block and the like"""
     schedule: str
     """pipeline schedule, empty without a pipeline"""
-    virtual: int
+    virtual_stages: int
     """model chunks per rank"""
     precision: str
     """name of the precision policy"""
@@ -148,13 +148,13 @@ class Search(Table):
         Search
             From the best to the smallest: each plan takes less memory than all before it.
         """
-        kept: list[Plan] = []
+        front: list[Plan] = []
         for plan in self.rows:
-            if not kept or plan.memory < kept[-1].memory:
-                kept.append(plan)
-        return replace(self, rows=explained(kept))
+            if not front or plan.memory < front[-1].memory:
+                front.append(plan)
+        return replace(self, rows=explained(front))
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{shorten(self.graph)} on {self.devices:,} {self.hardware.id}, {len(self.rows):,} plans"
 
     def _columns(self) -> Sequence[Column]:
@@ -202,7 +202,7 @@ def ordered(plans: Iterable[Plan]) -> list[Plan]:
 
 def _order(plan: Plan) -> tuple[Any, ...]:
     degrees = plan.pp, plan.tp, plan.cp, plan.ep
-    names = plan.schedule, plan.virtual, plan.precision, plan.offload
+    names = plan.schedule, plan.virtual_stages, plan.precision, plan.offload
     return plan.seconds, plan.memory, plan.zero, *degrees, plan.sequence, plan.micro_batch, plan.checkpoint, *names
 
 
@@ -231,7 +231,7 @@ class PlanPoint(NamedTuple):
     ep: int
     micro_batch: int
     accumulate: int
-    virtual: int = 1
+    virtual_stages: int = 1
 
 
 class FittingPlan(NamedTuple):
@@ -279,10 +279,16 @@ class StructureWorker:
     def do(self, groups: Mapping[Structure, list[PlanPoint]], progress: bool | None, executor: Executor | None) -> None:
         """Evaluate all points, with structures in parallel if there is an executor."""
         self.tried += sum(map(len, groups.values()))
-        likely = {structure: found for structure, points in groups.items() if (found := self.likely(structure, points))}
+        likely = {
+            structure: remaining
+            for structure, points in groups.items()
+            if (remaining := self.likely(structure, points))
+        }
         for structure in likely:
             self.family.step(structure)  # always raise an error if the model cannot be trained
-        likely = {structure: found for structure, points in likely.items() if (found := self.whole(structure, points))}
+        likely = {
+            structure: remaining for structure, points in likely.items() if (remaining := self.whole(structure, points))
+        }
         with progressing("search", len(likely), progress) as step:
             for structure, tried in zip(likely, self.tries(likely, executor), strict=True):
                 step(f"ZeRO {structure.zero}, {structure.checkpoint}")
@@ -299,8 +305,8 @@ class StructureWorker:
         if executor is None:
             yield from (partial(self.one, structure, points) for structure, points in likely.items())
             return
-        sent = pickle.dumps((self.family, self.limit))
-        futures = [executor.submit(_elsewhere, sent, structure, points) for structure, points in likely.items()]
+        payload = pickle.dumps((self.family, self.limit))
+        futures = [executor.submit(_in_worker, payload, structure, points) for structure, points in likely.items()]
         try:
             yield from (partial(self.gathered, future) for future in futures)
         finally:
@@ -320,9 +326,9 @@ class StructureWorker:
         """Return the points whose parameters, gradients and states fit; others need not be derived."""
         if self.limit == inf:
             return [*points]
-        least = np.broadcast_to(np.asarray(self.family.least(structure, columns(points)), float), len(points))
-        self.over = least.min(where=least > self.limit, initial=self.over)
-        return [p for p, ok in zip(points, (least <= self.limit).tolist(), strict=True) if ok]
+        lower_bounds = np.broadcast_to(np.asarray(self.family.least(structure, columns(points)), float), len(points))
+        self.over = lower_bounds.min(where=lower_bounds > self.limit, initial=self.over)
+        return [p for p, ok in zip(points, (lower_bounds <= self.limit).tolist(), strict=True) if ok]
 
     def whole(self, structure: Structure, points: Sequence[PlanPoint]) -> list[PlanPoint]:
         """Return the points whose degrees divide all sharded axes; others need not be derived."""
@@ -373,31 +379,31 @@ class StructureWorker:
         self.derived += len(points)
         degrees = columns(points)
         sizes, cuts = self.family.sizes(degrees, structure), self.family.cuts(structure, degrees["pp"])
-        found = forms.at(sizes, cuts)
+        costs = forms.at(sizes, cuts)
         if self.family.rings is not None and self.family.rings.why:
             self.notes.append(f"no rings: {self.family.rings.why}")
-        stages = np.array([*found.peaks.values()], float)
+        stages = np.array([*costs.peaks.values()], float)
         peak = stages.max(0)
         self.over = peak.min(where=peak > self.limit, initial=self.over)
         if np.isnan(peak).any() and not self.refused:
             self.refused = forms.refusal(sizes, cuts, int(np.isnan(peak).argmax()))
-        fits = np.isfinite(peak) & np.isfinite(found.seconds) & (peak <= self.limit)
+        fits = np.isfinite(peak) & np.isfinite(costs.seconds) & (peak <= self.limit)
         for i in np.flatnonzero(fits).tolist():
-            own = {name: float(values[i]) for name, values in found.parts.items() if values[i]}
+            seconds_by_part = {name: float(values[i]) for name, values in costs.parts.items() if values[i]}
             each = tuple(round(float(p)) for p in stages[:, i] if p)
-            self.fitting.append(FittingPlan(structure, points[i], each, float(found.seconds[i]), own))
+            self.fitting.append(FittingPlan(structure, points[i], each, float(costs.seconds[i]), seconds_by_part))
 
 
 @lru_cache(maxsize=1)
-def _received(sent: bytes) -> tuple[PlanFamily, float]:
+def _received(payload: bytes) -> tuple[PlanFamily, float]:
     """Unpickle a family and a memory limit, once for each process."""
-    found: tuple[PlanFamily, float] = pickle.loads(sent)
-    return found
+    family_and_limit: tuple[PlanFamily, float] = pickle.loads(payload)
+    return family_and_limit
 
 
-def _elsewhere(sent: bytes, structure: Structure, points: Sequence[PlanPoint]) -> WorkerResult:
+def _in_worker(payload: bytes, structure: Structure, points: Sequence[PlanPoint]) -> WorkerResult:
     """Evaluate a structure in another process, which caches training steps."""
-    work = StructureWorker(*_received(sent))
+    work = StructureWorker(*_received(payload))
     error = work.one(structure, points)
     return WorkerResult(work.fitting, work.derived, work.notes, error, work.over, work.refused)
 
@@ -418,11 +424,11 @@ _MOST_VALUES = 10_000
 def search(
     model: Graph, /, *, devices: int, hardware: str | Hardware, network: str | Network | None = None,
     loss: object = None, precision: Limit = None, optimizer: Optimizer | type | str | None = None,
-    memory: Bytes | None = None,
-    overlap: str | None = None, system: System = "torch", reduce_each: bool | None = None, hold: bool | None = None,
+    memory: Bytes | None = None, overlap: str | None = None, system: System = "torch",
+    reduce_every_microbatch: bool | None = None, keep_gathered: bool | None = None,
     fallback: Fallback = None, dp: Limit = None, tp: Limit = None, pp: Limit = None, cp: Limit = 1, ep: Limit = None,
     zero: Limit = None, sequence: Limit = None, micro_batch: Limit = None, accumulate: Limit = None,
-    checkpoint: Limit = None, schedule: Limit = "1f1b", virtual: Limit = None, offload: Limit = "none",
+    checkpoint: Limit = None, schedule: Limit = "1f1b", virtual_stages: Limit = None, offload: Limit = "none",
     defer_accumulation: bool = False, progress: bool | None = None, executor: Executor | None = None,
     **dims: int,
 ) -> Search:  # fmt: skip
@@ -457,14 +463,13 @@ def search(
         `streams` simulates are charged all collectives.
     system : str
         torch or megatron, as in `parallelize`; Megatron has ZeRO stages 0 and 1.
-    reduce_each : bool, optional
+    reduce_every_microbatch : bool, optional
         Whether the gradients of each micro-batch are reduced, as in `parallelize`. By default accumulated gradients are
         reduced after the last micro-batch, as with `no_sync` of torch's DistributedDataParallel, torch's pipelines and
         Megatron. ZeRO-2 and ZeRO-3 without a pipeline reduce each, as `fully_shard` does, and keep no unsharded
         gradients.
-    hold : bool, optional
-        Whether activations all-gathered for sequence parallelism are saved, as `hold` of `parallelize`, with the same
-        default.
+    keep_gathered : bool, optional
+        Whether activations all-gathered for sequence parallelism are saved, as in `parallelize`, with the same default.
     fallback : str or mapping, optional
         As in `Hardware.rate`.
     dp, tp : int or iterable of int, optional
@@ -488,7 +493,7 @@ def search(
     schedule : str or iterable of str
         Pipeline schedules, as in `parallelize`: gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv, dualpipe and
         dualpipev.
-    virtual : int or iterable of int, optional
+    virtual_stages : int or iterable of int, optional
         Model chunks per rank under interleaved and interleaved-zb; by default all divisors of its layers. zbv,
         dualpipe and dualpipev have two, other schedules one.
     offload : str or iterable of str
@@ -552,10 +557,10 @@ def search(
     if overlap is not None:
         need_choice(f"{place}: overlap", overlap, OVERLAPS)
     need_choice(f"{place}: system", system, SYSTEMS)
-    hold = system == "torch" if hold is None else hold
-    need_flag(place, hold=hold, defer_accumulation=defer_accumulation)
-    if reduce_each is not None:
-        need_flag(place, reduce_each=reduce_each)
+    keep_gathered = system == "torch" if keep_gathered is None else keep_gathered
+    need_flag(place, keep_gathered=keep_gathered, defer_accumulation=defer_accumulation)
+    if reduce_every_microbatch is not None:
+        need_flag(place, reduce_every_microbatch=reduce_every_microbatch)
     if optimizer is None and system == "megatron":
         optimizer = AdamW(implementation="fused")
     optimizer = optimizer_of(optimizer, place)
@@ -566,33 +571,33 @@ def search(
     precisions = _precisions(f"{place}: precision", precision)
     named = batch_of(model)
     if named not in dims:
-        raise BindingError(f"{place}: no size of {named}, expected the samples of a step")
+        raise BindingError(f"{place}: no size of {named}; expected the batch size of a step")
     batch = size_of(f"{place}: {named}", dims[named])
     if max(count, batch) > _MOST:
         raise BindingError(f"{place}: {count} devices, {batch} samples, expected at most {_MOST} of each")
-    others = {name: n for name, n in dims.items() if name != named}
+    fixed = {name: n for name, n in dims.items() if name != named}
     torus = device.cluster is not None and device.cluster.torus
     if overlap == "streams" and torus:
         raise UnsupportedError(f"{place}: overlap 'streams' in a torus, expected none or ideal")
     policies = Policies(
-        overlap or ("streams" if system == "torch" and not torus else "none"), overlap is None, reduce_each
+        overlap or ("streams" if system == "torch" and not torus else "none"), overlap is None, reduce_every_microbatch
     )
-    family = PlanFamily(model, named, device, fallback, policies, system, hold, options, precisions, others)
+    family = PlanFamily(model, named, device, fallback, policies, system, keep_gathered, options, precisions, fixed)
     amount, unit = family.goes_over(batch)
     numbers = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batch": micro_batch, "accumulate": accumulate}
-    allowed = {name: _numbers(f"{place}: {name}", given) for name, given in numbers.items()}
+    allowed = {name: _numbers(f"{place}: {name}", values) for name, values in numbers.items()}
     choices = _Choices(
         _chosen(f"{place}: zero", zero, (0, 1, 2, 3) if system == "torch" else (0, 1)), zero is not None,
         _chosen(f"{place}: sequence", sequence, (False, True)), _policies(f"{place}: checkpoint", checkpoint, model),
-        _chosen(f"{place}: schedule", schedule, tuple(SCHEDULES)), _numbers(f"{place}: virtual", virtual),
+        _chosen(f"{place}: schedule", schedule, tuple(SCHEDULES)), _numbers(f"{place}: virtual_stages", virtual_stages),
         _offloads(f"{place}: offload", offload),
     )  # fmt: skip
     work = StructureWorker(family, limit)
-    apart: list[str] = []
-    work.do(_grouped(family, _points(family, count, batch, allowed, apart), choices), progress, executor)
+    unlinked: list[str] = []
+    work.do(_grouped(family, _points(family, count, batch, allowed, unlinked), choices), progress, executor)
     rows = ordered(_plan(fit, amount) for fit in work.fitting)
-    left = [f"meshes left out: {len(apart)}, such as: {apart[0]}"] if apart else []
-    notes = (*left, *work.reasons(apart), *dict.fromkeys(work.notes))
+    mesh_notes = [f"meshes left out: {len(unlinked)}, such as: {unlinked[0]}"] if unlinked else []
+    notes = (*mesh_notes, *work.reasons(unlinked), *dict.fromkeys(work.notes))
     return Search(
         model.name, device, count, limit, explained(rows), work.tried, notes, unit, family, family.policy_text()
     )
@@ -601,61 +606,63 @@ def search(
 # -- limits ----------------------------------------------------------------------------------------------------------
 
 
-def _several(place: str, given: object) -> list[Any]:
+def _listed_values(place: str, values: object) -> list[Any]:
     """Return the allowed values as a list."""
-    found: list[Any] = [given]
-    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
-        found = list(islice(given, _MOST_VALUES + 1))  # it may be infinite
-    if not 0 < len(found) <= _MOST_VALUES:
-        raise BindingError(f"{place}: {'no' if not found else f'more than {_MOST_VALUES}'} values, expected some")
-    return found
+    listed: list[Any] = [values]
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
+        listed = list(islice(values, _MOST_VALUES + 1))  # it may be infinite
+    if not 0 < len(listed) <= _MOST_VALUES:
+        raise BindingError(
+            f"{place}: {'no' if not listed else f'more than {_MOST_VALUES}'} values, expected 1 to {_MOST_VALUES}"
+        )
+    return listed
 
 
-def _numbers(place: str, given: object) -> set[int] | None:
+def _numbers(place: str, values: object) -> set[int] | None:
     """Return the allowed numbers, None for all."""
-    return None if given is None else {size_of(place, n) for n in _several(place, given)}
+    return None if values is None else {size_of(place, n) for n in _listed_values(place, values)}
 
 
-def _chosen(place: str, given: object, choices: tuple[Any, ...]) -> list[Any]:
+def _chosen(place: str, values: object, choices: tuple[Any, ...]) -> list[Any]:
     """Return the allowed choices, in their order."""
-    found = [*choices] if given is None else _several(place, given)
-    for value in found:
+    selected = [*choices] if values is None else _listed_values(place, values)
+    for value in selected:
         if not any(value == c and type(value) is type(c) for c in choices):
             raise BindingError(f"{place}: {shown(value)}, expected one of {', '.join(map(str, choices))}, or several")
-    return [c for c in choices if c in found]
+    return [c for c in choices if c in selected]
 
 
-def _precisions(place: str, given: object) -> dict[str, object]:
+def _precisions(place: str, values: object) -> dict[str, object]:
     """Return precision policies by name."""
-    found: dict[str, object] = {}
-    for value in [None] if given is None else _several(place, given):
+    policies: dict[str, object] = {}
+    for value in [None] if values is None else _listed_values(place, values):
         name = find_policy(value).name
-        same = [n for n in found if n.split(" ")[0] == name]
-        if value not in found.values():
-            found[f"{name} {len(same) + 1}" if same else name] = value
-    return found
+        same_name = [n for n in policies if n.split(" ")[0] == name]
+        if value not in policies.values():
+            policies[f"{name} {len(same_name) + 1}" if same_name else name] = value
+    return policies
 
 
-def _offloads(place: str, given: object) -> list[tuple[str, ...]]:
+def _offloads(place: str, values: object) -> list[tuple[str, ...]]:
     """Return the allowed combinations of offloaded tensors."""
-    found = []
-    for value in _several(place, given):
+    combinations = []
+    for value in _listed_values(place, values):
         if not isinstance(value, str):
             raise BindingError(f"{place}: {shown(value)}, expected a text such as 'none' or 'optimizer+parameters'")
         named = need_offloaded(place, () if value == "none" else value.split("+"))
-        found.append(tuple(name for name in OFFLOADED if name in named))
-    return list(dict.fromkeys(found))
+        combinations.append(tuple(name for name in OFFLOADED if name in named))
+    return list(dict.fromkeys(combinations))
 
 
-def _policies(place: str, given: object, model: Graph) -> list[str]:
+def _policies(place: str, values: object, model: Graph) -> list[str]:
     """Return checkpointing policies by name; by default those that recompute something in the model."""
     usual = ["none", "every-block"] if every_block().recomputes(model) else ["none"]
-    found = usual if given is None else _several(place, given)
-    for value in found:
+    selected = usual if values is None else _listed_values(place, values)
+    for value in selected:
         if not isinstance(value, str):
             raise BindingError(f"{place}: {shown(value)}, expected a text such as 'every-block'")
         read_checkpoint(value)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(selected))
 
 
 # -- enumeration -----------------------------------------------------------------------------------------------------
@@ -689,9 +696,9 @@ def _points(
         if refused := _apart(family.hardware, {"tp": tp, "cp": cp, "ep": ep, "dp": dp, "pp": pp}):
             notes.append(refused)
             continue
-        own, left = divmod(batch, dp * ep)
-        for micro in _divisors(own) if not left else ():
-            times = own // micro
+        per_rank, remainder = divmod(batch, dp * ep)
+        for micro in _divisors(per_rank) if not remainder else ():
+            times = per_rank // micro
             if pp > 1 and times == 1:  # stages would run one after the other
                 continue
             if all(
@@ -702,14 +709,14 @@ def _points(
 
 def _apart(device: Hardware, degrees: Mapping[str, int]) -> str:
     """Return why a network has no links for some degrees, given innermost first; empty if it has."""
-    apart = 1
+    stride = 1
     for axis, ranks in degrees.items():
         try:
             if ranks > 1:
-                placed(axis, poly(ranks), poly(apart), device)
+                placed(axis, poly(ranks), poly(stride), device)
         except SpecError as error:
             return str(error)
-        apart *= ranks
+        stride *= ranks
     return ""
 
 
@@ -731,28 +738,28 @@ class _Choices(NamedTuple):
         if point.pp == 1:
             yield "", point
             return
-        share, left = divmod(family.depth, point.pp)
+        share, remainder = divmod(family.depth, point.pp)
         for name in self.schedules:
             fixed = SCHEDULES[name].chunks
             every = [fixed] if fixed is not None else _divisors(share)[1:]
             for n in every:
-                wanted = fixed is not None or self.groups is None or n in self.groups
+                is_needed = fixed is not None or self.groups is None or n in self.groups
                 # chunks have equal numbers of layers, as have the stages of a folded pipeline; a bidirectional one has
                 # two whole stages on each rank
                 groups = 1 if SCHEDULES[name].both_ways else n
                 if (
-                    wanted
-                    and (n == 1 or (not left and not share % groups))
+                    is_needed
+                    and (n == 1 or (not remainder and not share % groups))
                     and _runs(name, point.pp, point.accumulate, n)
                 ):
-                    yield name, point._replace(virtual=n)
+                    yield name, point._replace(virtual_stages=n)
 
 
 @lru_cache(maxsize=1 << 16)
-def _runs(schedule: str, pp: int, micro_batches: int, virtual: int) -> bool:
+def _runs(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> bool:
     """Whether a schedule has action lists for these numbers."""
     try:
-        asked(schedule, pp, micro_batches, virtual)
+        schedule_sizes(schedule, pp, micro_batches, virtual_stages)
     except CostGraphError:
         return False
     return True
@@ -773,18 +780,20 @@ def _grouped(family: PlanFamily, points: Iterable[PlanPoint], choices: _Choices)
             continue
         few = [z for z in choices.stages if z < 2 or p.pp == 1 or choices.asked] or [*choices.stages]
         stages, splits = few[: None if p.dp * p.cp > 1 else 1], choices.splits[: None if p.tp > 1 else 1]
-        ways = product(stages, splits, choices.kept, family.precisions, choices.away)
-        for (zero, split, how, precision, away), (order, at) in product(ways, [*choices.orders(family, p)]):
-            options = {"checkpoint": how, "schedule": order, "precision": precision, "offload": away}
-            found = family.structure(p, tensor[p.tp], zero=zero, sequence=split, **options)
-            out.setdefault(found, []).append(at)
+        choice_sets = product(stages, splits, choices.kept, family.precisions, choices.away)
+        for (zero, split, policy, precision, away), (order, point) in product(
+            choice_sets, [*choices.orders(family, p)]
+        ):
+            options = {"checkpoint": policy, "schedule": order, "precision": precision, "offload": away}
+            group = family.structure(p, tensor[p.tp], zero=zero, sequence=split, **options)
+            out.setdefault(group, []).append(point)
     alike = [*dict.fromkeys(structure.like() for structure in out)]
     return dict(sorted(out.items(), key=lambda pair: alike.index(pair[0].like())))
 
 
 def _plan(fit: FittingPlan, amount: int) -> Plan:
-    how = {name: getattr(fit.structure, name) for name in CHOICES}
+    choices = {name: getattr(fit.structure, name) for name in CHOICES}
     return Plan(
-        **fit.point._asdict(), **how, seconds=fit.seconds, throughput=amount / fit.seconds,
+        **fit.point._asdict(), **choices, seconds=fit.seconds, throughput=amount / fit.seconds,
         memory=max(fit.stages), parts=fit.parts, stages=fit.stages,
     )  # fmt: skip

@@ -22,13 +22,13 @@ from ..analysis.memory import Array, PointValues, Programs, peaks, refused
 from ..analysis.step_time import (
     Spent,
     StageSeconds,
-    between,
     by_pass,
+    crosses_stages,
+    few_batches_time,
     finished,
-    in_place,
+    local_times,
     memory_time,
-    of_few,
-    of_shares,
+    pipeline_seconds,
     spent,
     unit_times,
 )
@@ -86,25 +86,25 @@ class Rings:
 
     def seconds(self, op: Op, asked: DeviceQuestion, value: PointValues, shape: tuple[int, ...]) -> Array:
         """Return the seconds that a collective or send takes at each point; NaN if there are no rings for it."""
-        times, what, size = message(op, asked.values)
+        times, collective, size = message(op, asked.values)
         group = (np.broadcast_to(value(p.bind(asked.values)), shape) for p in ranks_apart(op, asked.graph))
-        pairs, place = np.unique(np.array([*group]), axis=1, return_inverse=True)
-        each = np.array([self.line(op, what, *map(Fraction, pair)) for pair in pairs.T.tolist()])
-        start, slope = each[place.reshape(-1)].T
-        found: Array = np.broadcast_to(value(times) * (start + slope * value(size)), shape)
-        return found
+        pairs, inverse = np.unique(np.array([*group]), axis=1, return_inverse=True)
+        each = np.array([self.line(op, collective, *map(Fraction, pair)) for pair in pairs.T.tolist()])
+        start, slope = each[inverse.reshape(-1)].T
+        out: Array = np.broadcast_to(value(times) * (start + slope * value(size)), shape)
+        return out
 
-    def line(self, op: Op, what: str, ranks: Fraction, apart: Fraction) -> tuple[float, float]:
+    def line(self, op: Op, collective: str, ranks: Fraction, stride: Fraction) -> tuple[float, float]:
         """Return the latency and the seconds for each byte."""
-        key = what, ranks, apart
+        key = collective, ranks, stride
         if key not in self.lines:
             try:
-                group = placed(op.kind.axis, poly(ranks), poly(apart), self.hardware)  # type: ignore[attr-defined]
+                group = placed(op.kind.axis, poly(ranks), poly(stride), self.hardware)  # type: ignore[attr-defined]
             except SpecError as error:
                 self.why, self.lines[key] = self.why or str(error), (nan, nan)
             else:
-                nothing, one = (exact(taken(what, poly(n), group)) for n in (0, 1))
-                self.lines[key] = float(nothing), float(one - nothing)
+                latency, per_byte = (exact(taken(collective, poly(n), group)) for n in (0, 1))
+                self.lines[key] = float(latency), float(per_byte - latency)
         return self.lines[key]
 
 
@@ -142,41 +142,43 @@ class RankCost:
     programs: Programs = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.times = [(spent if self.rings is None else in_place)(w, self.asked) for w in self.asked.works]
+        self.times = [(spent if self.rings is None else local_times)(w, self.asked) for w in self.asked.works]
         self.compute = [w.seconds(self.asked.rates)[0] for w in self.asked.works]
         self.passes = list(by_pass(self.asked, self.waiting.schedule)) if self.waiting is not None else []
         graph, device = self.asked.graph, self.asked.hardware
-        self.handed = [op for op in graph.walk() if isinstance(op.kind, Send)] if self.waiting is not None else []
-        ops = self.handed if self.rings is None else ()
+        self.stage_sends = [op for op in graph.walk() if isinstance(op.kind, Send)] if self.waiting is not None else []
+        ops = self.stage_sends if self.rings is None else ()
         self.sends = [exchange(op, graph, self.asked.values, device)[0] for op in ops]
-        self.least: list[Poly] = []
+        self.lower_bounds: list[Poly] = []
 
-    def beside(self, overlap: str, rings: Rings | None, *, charge_all: bool = False) -> RankCost:
+    def with_overlap(self, overlap: str, rings: Rings | None, *, charge_all: bool = False) -> RankCost:
         """Return a copy with the given communication overlap, for one search."""
         out = copy(self)
         out.overlap, out.rings, out.charge_all = overlap, rings, charge_all
-        out.least = [memory_time(self.asked)] if overlap == "ideal" else []
+        out.lower_bounds = [memory_time(self.asked)] if overlap == "ideal" else []
         if overlap == "streams":
-            rest = [w for w in self.asked.works if not between(w)]
-            out.least = [*unit_times(replace(self.asked, works=rest)).values()]
+            local = [w for w in self.asked.works if not crosses_stages(w)]
+            out.lower_bounds = [*unit_times(replace(self.asked, works=local)).values()]
         return out
 
-    def at(self, sizes: Mapping[str, Any]) -> _Taken:
+    def at(self, sizes: Mapping[str, Any]) -> _RankCosts:
         """Return the costs at points; NaN if the graph rejects the sizes."""
         value, shape = PointValues(sizes), _shape(sizes)
-        asked = {**{name: value(p) for name, p in self.asked.values.items()}, **sizes}
-        whole = {name: np.asarray(n, dtype=np.int64) for name, n in asked.items()}
+        bound = {**{name: value(p) for name, p in self.asked.values.items()}, **sizes}
+        dims = {name: np.asarray(n, dtype=np.int64) for name, n in bound.items()}
         wrong = refused(self.asked.values.held, {name: np.asarray(n) for name, n in sizes.items()})
         passes, parts, kinds, ops = self.added(value, shape)
-        apart = busy = np.broadcast_to(sum(kinds.values()), shape)
-        if self.least:
-            least = [np.broadcast_to(value(p), shape) for p in self.least]
-            beside = (kinds["alone"], kinds["sent"]) if self.overlap == "ideal" else [self.played(ops, value, shape)]
-            busy = np.max([*(np.broadcast_to(t, shape) for t in beside), *least], axis=0) + kinds["waited"]
-        sends = [np.broadcast_to(value(p), shape) for p in self.sends] or self.around(self.handed, value, shape)
+        exposed = busy = np.broadcast_to(sum(kinds.values()), shape)
+        if self.lower_bounds:
+            bounds = [np.broadcast_to(value(p), shape) for p in self.lower_bounds]
+            overlapped = (
+                (kinds["alone"], kinds["sent"]) if self.overlap == "ideal" else [self.played(ops, value, shape)]
+            )
+            busy = np.max([*(np.broadcast_to(t, shape) for t in overlapped), *bounds], axis=0) + kinds["waited"]
+        sends = [np.broadcast_to(value(p), shape) for p in self.sends] or self.around(self.stage_sends, value, shape)
         send = np.max(sends, axis=0) if sends else 0.0
-        peak = np.where(wrong, np.nan, peaks(self.asked.graph, whole, self.waiting, self.programs))
-        return _Taken(peak, np.where(wrong, np.nan, busy), apart, passes, send, parts)
+        peak = np.where(wrong, np.nan, peaks(self.asked.graph, dims, self.waiting, self.programs))
+        return _RankCosts(peak, np.where(wrong, np.nan, busy), exposed, passes, send, parts)
 
     def added(self, value: PointValues, shape: tuple[int, ...]) -> tuple[dict[Any, Any], ...]:
         """Return seconds by pass, by part, by overlap class and by op."""
@@ -184,43 +186,43 @@ class RankCost:
         parts: dict[str, Any] = dict.fromkeys((COMPUTE, MEMORY), np.float64(0))
         kinds: dict[str, Any] = dict.fromkeys(("alone", "sent", "waited"), np.float64(0))
         ops: dict[Any, Any] = {}
-        for i, (work, found) in enumerate(zip(self.asked.works, self.times, strict=True)):
-            times = [np.broadcast_to(value(p), shape) for p, _ in found]
+        for i, (work, resources) in enumerate(zip(self.asked.works, self.times, strict=True)):
+            times = [np.broadcast_to(value(p), shape) for p, _ in resources]
             if links := self.around([work.op] if work.collective else work.rings, value, shape):
                 times.append(sum(links) * value(work.times))
-            taken = np.max(times, axis=0)
-            own, part = self.passes[i] if self.passes else "once", _sent_as(work)
-            if part is None:
+            seconds = np.max(times, axis=0)
+            pass_name, component = self.passes[i] if self.passes else "once", _sent_as(work)
+            if component is None:
                 compute = value(self.compute[i])
-                parts[COMPUTE], parts[MEMORY] = parts[COMPUTE] + compute, parts[MEMORY] + taken - compute
+                parts[COMPUTE], parts[MEMORY] = parts[COMPUTE] + compute, parts[MEMORY] + seconds - compute
             else:
-                parts[part] = parts.get(part, 0) + taken
-            passes[own] = passes[own] + taken
-            sent = work.collective is not None or work.unit != "memory"
+                parts[component] = parts.get(component, 0) + seconds
+            passes[pass_name] = passes[pass_name] + seconds
+            is_sent = work.collective is not None or work.unit != "memory"
             # sends to other stages are exposed, whatever else overlaps
-            kind = "waited" if between(work) else "sent" if sent else "alone"
-            kinds[kind] = kinds[kind] + taken
+            kind = "waited" if crosses_stages(work) else "sent" if is_sent else "alone"
+            kinds[kind] = kinds[kind] + seconds
             if kind != "waited":
-                ops[work.op] = ops.get(work.op, 0) + taken
+                ops[work.op] = ops.get(work.op, 0) + seconds
         return passes, parts, kinds, ops
 
     def played(self, ops: Mapping[Op, Array], value: PointValues, shape: tuple[int, ...]) -> Array:
         """Return when all streams finish; points with equal loop counts are simulated together."""
-        graph, (many,) = self.asked.graph, shape
+        graph, (n_points,) = self.asked.graph, shape
         every = [loop for loop in loops(graph) if not loop.until]
         counts = [np.broadcast_to(value(loop.count.bind(self.asked.values)), shape) for loop in every]
-        same, place = np.unique(np.rint(counts).reshape(len(every), many), axis=1, return_inverse=True)
-        there = np.isfinite(np.sum([*ops.values()], axis=0))
+        unique_counts, inverse = np.unique(np.rint(counts).reshape(len(every), n_points), axis=1, return_inverse=True)
+        valid = np.isfinite(np.sum([*ops.values()], axis=0))
         out = np.full(shape, np.nan)
-        for i, found in enumerate(same.T):
-            at = np.flatnonzero(there & (place.reshape(-1) == i))
-            known = dict(zip((loop.op for loop in every), found.astype(int).tolist(), strict=True))
+        for i, loop_counts in enumerate(unique_counts.T):
+            points = np.flatnonzero(valid & (inverse.reshape(-1) == i))
+            iterations = dict(zip((loop.op for loop in every), loop_counts.astype(int).tolist(), strict=True))
             try:
-                out[at] = finished(graph, {op: t[at] for op, t in ops.items()}, known)
+                out[points] = finished(graph, {op: t[points] for op, t in ops.items()}, iterations)
             except UnsupportedError:
                 if not self.charge_all:
                     raise
-                out[at] = np.sum([np.broadcast_to(t, shape)[at] for t in ops.values()], axis=0)
+                out[points] = np.sum([np.broadcast_to(t, shape)[points] for t in ops.values()], axis=0)
         return out
 
     def around(self, ops: Sequence[Op], value: PointValues, shape: tuple[int, ...]) -> list[Array]:
@@ -228,7 +230,7 @@ class RankCost:
         return [] if self.rings is None else [self.rings.seconds(op, self.asked, value, shape) for op in ops]
 
 
-class _Taken(NamedTuple):
+class _RankCosts(NamedTuple):
     """Costs of one rank at points."""
 
     peak: Array
@@ -267,12 +269,12 @@ class RankCosts:
 
     def at(self, sizes: Mapping[str, Array], cuts: Mapping[str, StageKind]) -> PlanCosts:
         """Evaluate at points with known degrees, in chunks that stay in cache."""
-        (many,) = _shape(sizes)
-        if many > _CHUNK:
-            places = [slice(i, i + _CHUNK) for i in range(0, many, _CHUNK)]
+        (n_points,) = _shape(sizes)
+        if n_points > _CHUNK:
+            chunks = [slice(i, i + _CHUNK) for i in range(0, n_points, _CHUNK)]
             each = [
-                self.at(_some(sizes, p), {k: StageKind(c.layers[p], c.alike[p]) for k, c in cuts.items()})
-                for p in places
+                self.at(_slice_sizes(sizes, p), {k: StageKind(c.layers[p], c.alike[p]) for k, c in cuts.items()})
+                for p in chunks
             ]
             return PlanCosts(
                 {name: np.concatenate([f.peaks[name] for f in each]) for name in each[0].peaks},
@@ -280,53 +282,55 @@ class RankCosts:
                 {name: np.concatenate([f.parts[name] for f in each]) for name in each[0].parts},
             )
         if "all" in cuts:
-            one = self.kinds["all"].at(sizes)
-            parts = {name: np.broadcast_to(v, one.peak.shape) for name, v in one.parts.items()}
-            return PlanCosts({"all": one.peak}, one.busy, parts)
+            costs = self.kinds["all"].at(sizes)
+            parts = {name: np.broadcast_to(v, costs.peak.shape) for name, v in costs.parts.items()}
+            return PlanCosts({"all": costs.peak}, costs.busy, parts)
         return self.of_pipeline(sizes, cuts)
 
-    def refusal(self, sizes: Mapping[str, Array], cuts: Mapping[str, StageKind], at: int) -> str:
+    def refusal(self, sizes: Mapping[str, Array], cuts: Mapping[str, StageKind], index: int) -> str:
         """Return why a graph rejects the sizes of a point, an empty string if it does not."""
         for name, cut in cuts.items():
-            asked, own = self.kinds[name].asked, sizes if "all" in cuts else self.of_stage(sizes, cut)
-            known = {n: int(found) for n, p in asked.values.items() if (found := p.constant) is not None}
-            given = {n: int(np.broadcast_to(array, _shape(own))[at]) for n, array in own.items()}
+            asked, stage_sizes = self.kinds[name].asked, sizes if "all" in cuts else self.of_stage(sizes, cut)
+            bound = {n: int(constant) for n, p in asked.values.items() if (constant := p.constant) is not None}
+            point = {n: int(np.broadcast_to(array, _shape(stage_sizes))[index]) for n, array in stage_sizes.items()}
             try:
-                bindings(asked.graph, {n: k for n, k in {**known, **given}.items() if n in known_names(asked.graph)})
+                bindings(asked.graph, {n: k for n, k in {**bound, **point}.items() if n in known_names(asked.graph)})
             except BindingError as error:
                 return str(error)
         return ""
 
     def of_pipeline(self, sizes: Mapping[str, Array], cuts: Mapping[str, StageKind]) -> PlanCosts:
         """Evaluate the stages, and combine them by the schedule."""
-        there = np.array([cut.alike > 0 for cut in cuts.values()])
-        taken = [self.kinds[name].at(self.of_stage(sizes, cut)) for name, cut in cuts.items()]
+        exists = np.array([cut.alike > 0 for cut in cuts.values()])
+        costs = [self.kinds[name].at(self.of_stage(sizes, cut)) for name, cut in cuts.items()]
         m, p = (np.asarray(sizes[self.names[d]], dtype=np.float64) for d in ("accumulate", "pp"))
-        env: dict[str, Any] = {"p": p, "m": m, "v": np.asarray(sizes[self.names["virtual"]], dtype=np.float64)}
-        for i, (t, cut) in enumerate(zip(taken, cuts.values(), strict=True)):
-            squeezed = np.where(there[i], t.busy / t.apart, 0)  # overlap shortens each pass by the same factor
+        env: dict[str, Any] = {"p": p, "m": m, "v": np.asarray(sizes[self.names["virtual_stages"]], dtype=np.float64)}
+        for i, (t, cut) in enumerate(zip(costs, cuts.values(), strict=True)):
+            squeezed = np.where(exists[i], t.busy / t.apart, 0)  # overlap shortens each pass by the same factor
             env |= {f"{name}{i}": share * squeezed for name, share in t.shares.items()} | {f"n{i}": cut.alike}
             env |= {f"{name}{i}": env[f"{name}{i}"] / m for name in StageSeconds._fields[:3]}
-        env["send"] = np.max([np.where(there[i], t.send, 0) for i, t in enumerate(taken)], axis=0)
+        env["send"] = np.max([np.where(exists[i], t.send, 0) for i, t in enumerate(costs)], axis=0)
         waiting = self.kinds["first"].waiting
         assert waiting is not None
         schedule = waiting.schedule
         seconds = np.array(np.broadcast_to(_whole_step(schedule, len(cuts))(env), m.shape))
         if schedule == "1f1b":  # its formula requires two micro-batches for each stage
             for few in {*zip(m[m < 2 * p].tolist(), p[m < 2 * p].tolist(), strict=True)}:
-                at = (m == few[0]) & (p == few[1])
-                seconds[at] = _of_few({name: np.broadcast_to(n, m.shape)[at] for name, n in env.items()}, len(cuts))
-        busy = np.where(there, [t.busy for t in taken], 0)
+                mask = (m == few[0]) & (p == few[1])
+                seconds[mask] = _few_batches_seconds(
+                    {name: np.broadcast_to(n, m.shape)[mask] for name, n in env.items()}, len(cuts)
+                )
+        busy = np.where(exists, [t.busy for t in costs], 0)
         slowest = busy.argmax(0)
         parts = {}
-        for name in dict.fromkeys(name for t in taken for name in t.parts):
-            each = np.array([np.broadcast_to(t.parts.get(name, 0.0), m.shape) for t in taken])
+        for name in dict.fromkeys(name for t in costs for name in t.parts):
+            each = np.array([np.broadcast_to(t.parts.get(name, 0.0), m.shape) for t in costs])
             parts[name] = np.take_along_axis(each, slowest[None], 0)[0]
-        waited = _waits(schedule)(env) * env["send"]
+        waited = _exposed_sends(schedule)(env) * env["send"]
         parts[SENT] = parts.get(SENT, 0) + waited
         parts[IDLE] = np.maximum(seconds - np.take_along_axis(busy, slowest[None], 0)[0] - waited, 0)
-        peaks_ = {name: np.where(at, t.peak, 0) for name, at, t in zip(cuts, there, taken, strict=True)}
-        return PlanCosts(_by_place(peaks_), seconds, parts)
+        peaks_ = {name: np.where(mask, t.peak, 0) for name, mask, t in zip(cuts, exists, costs, strict=True)}
+        return PlanCosts(_peaks_by_stage(peaks_), seconds, parts)
 
     def of_stage(self, sizes: Mapping[str, Array], cut: StageKind) -> dict[str, Array]:
         """Return the sizes for a stage; its graph takes the total number of layers."""
@@ -334,17 +338,17 @@ class RankCosts:
         return {**sizes, self.layers: np.maximum(cut.layers, 1) * sizes[self.names["pp"]]}
 
 
-def _by_place(peaks_: Mapping[str, Array]) -> dict[str, Array]:
+def _peaks_by_stage(peaks_: Mapping[str, Array]) -> dict[str, Array]:
     """Return bytes by stage, with one entry for all middle stages."""
-    found = {"first": peaks_["first"]}
+    out = {"first": peaks_["first"]}
     between = [peaks_[name] for name in ("middle", "less") if name in peaks_]
     if between:
-        found["middle"] = np.max(between, axis=0)
-    return {**found, "last": peaks_["last"]}
+        out["middle"] = np.max(between, axis=0)
+    return {**out, "last": peaks_["last"]}
 
 
-def _some(sizes: Mapping[str, Array], at: slice) -> dict[str, Array]:
-    return {name: n[at] for name, n in sizes.items()}
+def _slice_sizes(sizes: Mapping[str, Array], chunk: slice) -> dict[str, Array]:
+    return {name: n[chunk] for name, n in sizes.items()}
 
 
 def _shape(sizes: Mapping[str, Any]) -> tuple[int, ...]:
@@ -357,28 +361,28 @@ def _whole_step(schedule: str, kinds: int) -> Evaluated:
     p, m, v = (poly(symbol(n)) for n in "pmv")
     facts = [InFlightMicroBatches((), (), schedule, p, m, poly(symbol(f"n{i}")), v) for i in range(kinds)]
     starts = [*accumulate((fact.alike for fact in facts[:-1]), initial=poly(0))]
-    facts = [replace(f, ranks=((at, at + f.alike - 1),)) for f, at in zip(facts, starts, strict=True)]
+    facts = [replace(f, ranks=((start, start + f.alike - 1),)) for f, start in zip(facts, starts, strict=True)]
     shares = [StageSeconds(*(poly(symbol(f"{name}{i}")) for name in StageSeconds._fields)) for i in range(kinds)]
-    return plan(of_shares(facts, shares, poly(symbol("send"))))
+    return plan(pipeline_seconds(facts, shares, poly(symbol("send"))))
 
 
-def _of_few(env: dict[str, Any], kinds: int) -> Array:
+def _few_batches_seconds(env: dict[str, Any], kinds: int) -> Array:
     """Return the seconds of 1F1B steps with equal numbers of ranks and micro-batches."""
     ranks = [i for i in range(kinds) for _ in range(int(env[f"n{i}"][0]))]
-    forward, backward = ([env[f"{way}{i}"] for i in ranks] for way in ("forward", "backward"))
-    passes: Array = of_few(forward, backward, int(env["m"][0]), lambda times: np.maximum.reduce(times))
+    forward, backward = ([env[f"{direction}{i}"] for i in ranks] for direction in ("forward", "backward"))
+    passes: Array = few_batches_time(forward, backward, int(env["m"][0]), lambda times: np.maximum.reduce(times))
     once: Array = np.maximum.reduce([env[f"once{i}"] for i in ranks])
-    sends: Array = np.asarray(_waits("1f1b")(env) * env["send"])
-    found: Array = passes + once + sends
-    return found
+    sends: Array = np.asarray(_exposed_sends("1f1b")(env) * env["send"])
+    out: Array = passes + once + sends
+    return out
 
 
 @lru_cache(maxsize=64)
-def _waits(schedule: str) -> Evaluated:
+def _exposed_sends(schedule: str) -> Evaluated:
     """Return the number of exposed sends: the step time if stages take no time."""
     p, m, v = (poly(symbol(n)) for n in "pmv")
     facts = InFlightMicroBatches((), (), schedule, p, m, p, v, ranks=((poly(0), p - 1),))
-    return plan(of_shares([facts], [StageSeconds(*(poly(0) for _ in StageSeconds._fields))], poly(1)))
+    return plan(pipeline_seconds([facts], [StageSeconds(*(poly(0) for _ in StageSeconds._fields))], poly(1)))
 
 
 def _sent_as(work: Work) -> str | None:
@@ -394,7 +398,7 @@ DEGREES = ("dp", "tp", "pp", "cp", "ep", "accumulate")
 #: Choices other than degrees.
 CHOICES = ("zero", "sequence", "checkpoint", "schedule", "precision", "offload")
 #: Further symbols: model chunks per rank, and the last rank with the most layers.
-_MORE = ("virtual", "rank")
+_MORE = ("virtual_stages", "rank")
 _MOST_KEPT = 32  # structures
 
 
@@ -426,14 +430,14 @@ class Structure:
         """Return the structure with the same graphs: schedules may differ only in in-flight micro-batches."""
         if self.pp == 1:
             return self
-        own = _differs(self.schedule)
-        return replace(self, schedule=next(name for name in SCHEDULES if _differs(name) == own))
+        traits = _graph_traits(self.schedule)
+        return replace(self, schedule=next(name for name in SCHEDULES if _graph_traits(name) == traits))
 
 
-def _differs(schedule: str) -> tuple[bool, ...]:
+def _graph_traits(schedule: str) -> tuple[bool, ...]:
     """Return the graph-relevant traits of a schedule: split backward, virtual stages, folded, bidirectional."""
-    made = SCHEDULES[schedule]
-    return RankOrder(schedule, ONE, ONE, ONE).splits, made.chunks is None, made.folded, made.both_ways
+    order = SCHEDULES[schedule]
+    return RankOrder(schedule, ONE, ONE, ONE).splits, order.chunks is None, order.folded, order.both_ways
 
 
 class _Last(dict[Structure, list[RankCost]]):
@@ -464,7 +468,7 @@ class Policies:
     """none, ideal or streams"""
     charge_all: bool = False
     """whether to charge all collectives of plans with too many ops for streams, if streams are the default"""
-    reduce_each: bool | None = None
+    reduce_every_microbatch: bool | None = None
     """whether each micro-batch reduces its gradients; by default it depends on the structure"""
 
 
@@ -480,7 +484,7 @@ class PlanFamily:
     policies: Policies
     system: str
     """torch or megatron, as in `parallelize`"""
-    hold: bool
+    keep_gathered: bool
     """whether all-gathered activations are saved for the backward pass"""
     options: Mapping[str, Any]
     """arguments of `training_step`"""
@@ -500,13 +504,20 @@ class PlanFamily:
         """Cached results, shared with earlier searches; a loss function may build another graph on each call."""
         if callable(self.options["loss"]):
             return DerivedStructures()
-        asked = self.batch, self.hardware, self.fallback, self.system, self.policies.reduce_each, self.hold
-        stated = self.model.defaults, self.options, self.precisions, self.dims
-        key = (*self.model.outputs,), deepcopy((asked, stated))
-        kept: tuple[object, DerivedStructures] = self.model.cache.get("search", (None, DerivedStructures()))
-        if kept[0] != key:
-            kept = self.model.cache["search"] = key, DerivedStructures()
-        return kept[1]
+        settings = (
+            self.batch,
+            self.hardware,
+            self.fallback,
+            self.system,
+            self.policies.reduce_every_microbatch,
+            self.keep_gathered,
+        )
+        declared = self.model.defaults, self.options, self.precisions, self.dims
+        key = (*self.model.outputs,), deepcopy((settings, declared))
+        entry: tuple[object, DerivedStructures] = self.model.cache.get("search", (None, DerivedStructures()))
+        if entry[0] != key:
+            entry = self.model.cache["search"] = key, DerivedStructures()
+        return entry[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "derived"}
@@ -514,8 +525,8 @@ class PlanFamily:
     @cached_property
     def names(self) -> dict[str, str]:
         """Dimension names for the degrees, distinct from the model's."""
-        known, every = known_names(self.model), (*DEGREES, *_MORE)
-        return {d: next(n for i in range(len(known) + 1) if (n := d + "_" * i) not in known) for d in every}
+        model_names, every = known_names(self.model), (*DEGREES, *_MORE)
+        return {d: next(n for i in range(len(model_names) + 1) if (n := d + "_" * i) not in model_names) for d in every}
 
     @cached_property
     def layers(self) -> str | None:
@@ -531,22 +542,22 @@ class PlanFamily:
 
     def size(self, name: str) -> int | None:
         """Return the size of a model dimension."""
-        found = self.dims.get(name, self.model.defaults.get(name))
-        return None if found is None else size_of(f"search: {name}", found)
+        value = self.dims.get(name, self.model.defaults.get(name))
+        return None if value is None else size_of(f"search: {name}", value)
 
     def sizes(self, degrees: Mapping[str, Any], structure: Structure) -> dict[str, Any]:
         """Return the sizes in the closed forms; the batch is one micro-batch on all ranks."""
-        found = {self.names[d]: n for d, n in degrees.items() if d in self.names}
+        out = {self.names[d]: n for d, n in degrees.items() if d in self.names}
         if isinstance(structure.tp, str):
-            found[self.names["tp"]] = degrees["tp"] // self.size(structure.tp)
+            out[self.names["tp"]] = degrees["tp"] // self.size(structure.tp)
         if structure.pp != 1:
-            found[self.names["rank"]] = self.turn(degrees["pp"])
-        return {**found, self.batch: degrees["micro_batch"] * degrees["dp"] * degrees["ep"]}
+            out[self.names["rank"]] = self.turn(degrees["pp"])
+        return {**out, self.batch: degrees["micro_batch"] * degrees["dp"] * degrees["ep"]}
 
     def turn(self, pp: Array) -> Array:
         """Return the last middle rank with the most layers."""
-        found: Array = np.maximum(pp - np.maximum(-(-self.depth // pp) * pp - self.depth, 2), 1)
-        return found
+        out: Array = np.maximum(pp - np.maximum(-(-self.depth // pp) * pp - self.depth, 2), 1)
+        return out
 
     def cuts(self, structure: Structure, pp: Array) -> dict[str, StageKind]:
         """Return the kinds of stages, each with layers per stage and number of stages.
@@ -556,21 +567,21 @@ class PlanFamily:
         """
         if structure.pp == 1:
             return {"all": StageKind(np.ones_like(pp), np.ones_like(pp))}
-        most, few = -(-self.depth // pp), np.minimum(pp, 1)
-        missing = most * pp - self.depth
-        less = np.maximum(missing - 2, 0)
-        found = {
-            "first": StageKind(most - (missing >= 2), few),
-            "middle": StageKind(most, np.maximum(pp - 2 - less, 0)),
-            "less": StageKind(most - 1, less),
-            "last": StageKind(most - (missing >= 1), few),
+        longest, few = -(-self.depth // pp), np.minimum(pp, 1)
+        missing = longest * pp - self.depth
+        shorter = np.maximum(missing - 2, 0)
+        kinds = {
+            "first": StageKind(longest - (missing >= 2), few),
+            "middle": StageKind(longest, np.maximum(pp - 2 - shorter, 0)),
+            "less": StageKind(longest - 1, shorter),
+            "last": StageKind(longest - (missing >= 1), few),
         }
-        return {name: cut for name, cut in found.items() if cut.alike.any()}
+        return {name: cut for name, cut in kinds.items() if cut.alike.any()}
 
     def structure(self, point: Any, tensor: int | str | None, **choices: Any) -> Structure:
         """Return the structure for a plan's degrees and choices."""
-        found: dict[str, Any] = {d: 1 if getattr(point, d) == 1 else None for d in DEGREES if d != "tp"}
-        return Structure(tp=tensor, ranks=self.ranks(point) if choices["zero"] else (), **found, **choices)
+        degrees: dict[str, Any] = {d: 1 if getattr(point, d) == 1 else None for d in DEGREES if d != "tp"}
+        return Structure(tp=tensor, ranks=self.ranks(point) if choices["zero"] else (), **degrees, **choices)
 
     def ranks(self, point: Any) -> tuple[int, ...]:
         """Return representative degrees with the same axes sharded by ZeRO; empty if these are the longest."""
@@ -578,7 +589,7 @@ class PlanFamily:
         if every not in self.placed:
             each = [(n, sizes) for n in (every[0] * every[1], prod(every)) for sizes in self.uneven]
             axes = tuple(_split(sizes, n) for n, sizes in each)
-            longest = all(at == sizes.index(max(sizes)) for at, (_, sizes) in zip(axes, each, strict=True))
+            longest = all(index == sizes.index(max(sizes)) for index, (_, sizes) in zip(axes, each, strict=True))
             self.placed[every] = () if longest else self.first.setdefault(axes, every)
         return self.placed[every]
 
@@ -586,8 +597,8 @@ class PlanFamily:
     def uneven(self) -> list[tuple[float, ...]]:
         """Sizes of parameters with several axes, infinity for symbolic ones."""
         params = (t for t in self.model.tensors if t.role == "param" and t.producer is None)
-        known = {name: poly(n) for name, n in self.model.defaults.items()}
-        sizes = ([n.bind(known).constant for n in t.sizes[t.storage.pieces :]] for t in params)
+        defaults = {name: poly(n) for name, n in self.model.defaults.items()}
+        sizes = ([n.bind(defaults).constant for n in t.sizes[t.storage.pieces :]] for t in params)
         return sorted({tuple(inf if n is None else float(n) for n in ns) for ns in sizes if len(ns) > 1})
 
     def step(self, structure: Structure) -> Graph:
@@ -608,45 +619,49 @@ class PlanFamily:
         if structure.pp != 1:
             degrees |= {"micro_batches": self.degree("accumulate", structure), "schedule": structure.schedule}
             if SCHEDULES[structure.schedule].chunks is None:
-                degrees["virtual"] = symbol(self.names["virtual"])
+                degrees["virtual_stages"] = symbol(self.names["virtual_stages"])
         options = {"zero": structure.zero, "sequence": structure.sequence, "offload": structure.offload}
-        options |= {"system": self.system, "reduce_each": self.reduces_each(structure), "hold": self.hold}
+        options |= {
+            "system": self.system,
+            "reduce_every_microbatch": self.reduces_each(structure),
+            "keep_gathered": self.keep_gathered,
+        }
         with self.at_ranks(graph, structure):
             return parallelize(graph, **degrees, **options)  # type: ignore[arg-type]
 
     def reduces_each(self, structure: Structure) -> bool:
         """Whether each micro-batch reduces its gradients; by default with ZeRO-2 and ZeRO-3 without a pipeline."""
-        asked = self.policies.reduce_each
-        return structure.zero >= 2 and structure.pp == 1 if asked is None else asked
+        reduce_every_microbatch = self.policies.reduce_every_microbatch
+        return structure.zero >= 2 and structure.pp == 1 if reduce_every_microbatch is None else reduce_every_microbatch
 
     def policy_text(self) -> str:
         """Return the policies of a search, in words."""
-        asked = self.policies.reduce_each
-        gradients = f"reduced {'in each' if asked else 'behind the last'} micro-batch"
-        if asked is None and self.system == "torch":  # Megatron has neither of them
+        reduce_every_microbatch = self.policies.reduce_every_microbatch
+        gradients = f"reduced {'in each' if reduce_every_microbatch else 'behind the last'} micro-batch"
+        if reduce_every_microbatch is None and self.system == "torch":  # Megatron has neither of them
             gradients += ", without a pipeline by ZeRO-2 and ZeRO-3 in each"
         optimizer = self.options.get("optimizer") or AdamW()
-        made = f"{type(optimizer).__name__} ({getattr(optimizer, 'implementation', '')})".replace(" ()", "")
-        return f"{self.system}: gradients {gradients}; overlap {self.policies.overlap}; {made}"
+        text = f"{type(optimizer).__name__} ({getattr(optimizer, 'implementation', '')})".replace(" ()", "")
+        return f"{self.system}: gradients {gradients}; overlap {self.policies.overlap}; {text}"
 
     @contextmanager
     def at_ranks(self, graph: Graph, structure: Structure) -> Iterator[None]:
         """Make ZeRO choose the axes that it shards with a structure's degrees."""
-        given, ranks = graph.defaults, zip(("dp", "cp", "ep"), structure.ranks, strict=False)
+        defaults, ranks = graph.defaults, zip(("dp", "cp", "ep"), structure.ranks, strict=False)
         if structure.ranks:  # assigning defaults clears the graph's caches
-            graph.defaults = {**given, **{self.names[d]: n for d, n in ranks}}
+            graph.defaults = {**defaults, **{self.names[d]: n for d, n in ranks}}
         try:
             yield
         finally:
             if structure.ranks:
-                graph.defaults = given
+                graph.defaults = defaults
 
     def degree(self, name: str, structure: Structure) -> object:
         """Return a structure's degree as an argument for parallelize."""
-        found = getattr(structure, name)
-        if isinstance(found, str):
-            return symbol(found) * symbol(self.names[name])
-        return symbol(self.names[name]) if found is None else found
+        value = getattr(structure, name)
+        if isinstance(value, str):
+            return symbol(value) * symbol(self.names[name])
+        return symbol(self.names[name]) if value is None else value
 
     @collection_paused()
     def forms(self, structure: Structure) -> RankCosts:
@@ -655,46 +670,54 @@ class PlanFamily:
         if like not in kinds:
             rank = self.split(self.step(structure), like)
             kinds[like] = [self.formed(graph, like) for graph in stages_of(rank)]
-        own = [
-            kind.beside(self.policies.overlap, self.rings, charge_all=self.policies.charge_all) for kind in kinds[like]
+        costs = [
+            kind.with_overlap(self.policies.overlap, self.rings, charge_all=self.policies.charge_all)
+            for kind in kinds[like]
         ]
         if structure.pp == 1:
-            return RankCosts({"all": own[0]}, self.names)
-        return RankCosts(dict(self.waiting(structure, own)), self.names, self.layers)
+            return RankCosts({"all": costs[0]}, self.names)
+        return RankCosts(dict(self.waiting(structure, costs)), self.names, self.layers)
 
     def waiting(self, structure: Structure, kinds: Sequence[RankCost]) -> Any:
         """Yield the kinds of stages by name, each with its in-flight micro-batches under the schedule."""
-        made = SCHEDULES[structure.schedule]
+        schedule = SCHEDULES[structure.schedule]
         p, m = (self.poly(d, structure) for d in ("pp", "accumulate"))
-        turn, groups = (poly(symbol(self.names[d])) for d in ("rank", "virtual"))
-        order = RankOrder(structure.schedule, p, m, groups if made.chunks is None else poly(made.chunks))
+        turn, groups = (poly(symbol(self.names[d])) for d in ("rank", "virtual_stages"))
+        order = RankOrder(structure.schedule, p, m, groups if schedule.chunks is None else poly(schedule.chunks))
         # a folded pipeline ends on its first rank, a bidirectional one on both ends
-        both = made.both_ways
+        both_ways = schedule.both_ways
         ranks = {
-            "first": Stage("first", (ZERO,), ONE, ONE, first=True, last=made.folded),
-            "middle": Stage("middle", (ONE, p / 2 - 1 if both else turn), ONE, ONE),
+            "first": Stage("first", (ZERO,), ONE, ONE, first=True, last=schedule.folded),
+            "middle": Stage("middle", (ONE, p / 2 - 1 if both_ways else turn), ONE, ONE),
             "less": Stage("less", (turn + 1, p - 2), ONE, ONE),
-            "last": Stage("last", (ZERO if both else p - 1,), ONE, ONE, first=both, last=both or not made.folded),
+            "last": Stage(
+                "last",
+                (ZERO if both_ways else p - 1,),
+                ONE,
+                ONE,
+                first=both_ways,
+                last=both_ways or not schedule.folded,
+            ),
         }
         first, *between, last = kinds
         graphs = {"first": first, "last": last} | {name: kind for name in ("middle", "less") for kind in between}
         for name in ranks.keys() & graphs.keys():
-            found = copy(graphs[name])
-            found.waiting, found.programs = waiting_of(order, ranks[name], torch=self.system == "torch"), {}
-            yield name, found
+            cost = copy(graphs[name])
+            cost.waiting, cost.programs = waiting_of(order, ranks[name], torch=self.system == "torch"), {}
+            yield name, cost
 
     def formed(self, rank: Graph, structure: Structure) -> RankCost:
         """Derive the costs of a rank; the number of layers per stage stays symbolic."""
-        known, waiting = known_names(rank), rank.waiting
-        left = () if structure.pp == 1 else (self.layers,)
-        if left:
+        rank_names, waiting = known_names(rank), rank.waiting
+        open_names = () if structure.pp == 1 else (self.layers,)
+        if open_names:
             assert waiting is not None
             rank.waiting = replace(waiting, first=(), later=(), asked=())  # set for each schedule
-        own = {*left, *self.names.values()}
-        rank.defaults = {name: n for name, n in rank.defaults.items() if name not in own}
-        dims = {name: n for name, n in self.dims.items() if name in known and name not in left}
-        asked = ask(rank, self.hardware, self.fallback, dims, "search")
-        return RankCost(asked, waiting, self.rings)
+        unbound = {*open_names, *self.names.values()}
+        rank.defaults = {name: n for name, n in rank.defaults.items() if name not in unbound}
+        dims = {name: n for name, n in self.dims.items() if name in rank_names and name not in open_names}
+        question = ask(rank, self.hardware, self.fallback, dims, "search")
+        return RankCost(question, waiting, self.rings)
 
     @cached_property
     def rings(self) -> Rings | None:
@@ -711,31 +734,37 @@ class PlanFamily:
         name = structure.precision
         states, steps = self.derived.states, self.derived.steps
         if name not in states:
-            step = next((g for (made, _, _), g in steps.items() if made == name), None) or self.step(structure)
+            step = next((g for (precision, _, _), g in steps.items() if precision == name), None) or self.step(
+                structure
+            )
             sizes = {**self.dims, **dict.fromkeys((self.batch, self.names["accumulate"]), 1)}  # parameters have neither
             states[name] = state_bytes(step, **{n: size for n, size in sizes.items() if n in known_names(step)})
         return states[name]
 
     def least(self, structure: Structure, degrees: Mapping[str, Any]) -> Any:
         """Return a lower bound for a rank's memory: equal shards of parameters, gradients and states."""
-        found = self.state(structure)
+        state = self.state(structure)
         ranks = degrees["tp"] * degrees["pp"] * degrees["ep"]
         split = ranks * degrees["dp"] * degrees["cp"]
         # gradients are offloaded with the optimizer
         places = {"parameters": {3}, "optimizer": {1, 2}}
         away = {stage for name in structure.offload for stage in places.get(name, ())}
-        by_stage = zip((3, 2, 1), (found.params, found.gradients, found.state), strict=True)
-        kept = [(stage, float(amount)) for stage, amount in by_stage if stage not in away]
-        return sum((amount / (split if structure.zero >= stage else ranks) for stage, amount in kept), 0 * ranks)
+        by_stage = zip((3, 2, 1), (state.params, state.gradients, state.state), strict=True)
+        shardable = [(stage, float(amount)) for stage, amount in by_stage if stage not in away]
+        return sum((amount / (split if structure.zero >= stage else ranks) for stage, amount in shardable), 0 * ranks)
 
     def goes_over(self, batch: int) -> tuple[int, str]:
         """Return a step's number of tokens, or else samples, and the unit."""
         amount, unit = goes_over(self.model, poly(symbol(self.batch)))
-        known = bindings(self.model, {**self.dims, self.batch: batch})
-        left = [name for name in sorted(known_names(self.model)) if name not in known or known[name].constant is None]
-        if left:
-            raise BindingError(f"search: graph {self.model.name!r} needs sizes for {', '.join(left)}, expected numbers")
-        count = amount.bind(known).constant
+        values = bindings(self.model, {**self.dims, self.batch: batch})
+        missing = [
+            name for name in sorted(known_names(self.model)) if name not in values or values[name].constant is None
+        ]
+        if missing:
+            raise BindingError(
+                f"search: graph {self.model.name!r} needs sizes for {', '.join(missing)}, expected numbers"
+            )
+        count = amount.bind(values).constant
         assert count is not None  # all sizes are known
         return int(count), unit
 
@@ -749,19 +778,19 @@ class PlanFamily:
             return 1
         sizes = {name: self.size(name) or tp for name in sorted({*self.model.defaults, *self.dims})}
         multiples = [name for name, n in sizes.items() if 1 < n < tp and not tp % n]
-        for way in (None, *multiples, tp):
-            structure = Structure(0, False, "none", tp=way)
+        for degree in (None, *multiples, tp):
+            structure = Structure(0, False, "none", tp=degree)
             try:
-                made = self.split(self.model, structure)
-                own = self.names["tp"]
-                given = self.sizes({**dict.fromkeys((*DEGREES, "micro_batch"), 1), "tp": tp}, structure)
-                bindings(made, {**self.dims, **({own: given[own]} if way != tp else {})})
+                rank = self.split(self.model, structure)
+                tp_name = self.names["tp"]
+                degree_sizes = self.sizes({**dict.fromkeys((*DEGREES, "micro_batch"), 1), "tp": tp}, structure)
+                bindings(rank, {**self.dims, **({tp_name: degree_sizes[tp_name]} if degree != tp else {})})
             except CostGraphError as error:
                 self.unsplit[tp] = str(error)
                 continue
-            if not isinstance(way, str) or (made.sharding is not None and made.sharding.mesh.joint):
+            if not isinstance(degree, str) or (rank.sharding is not None and rank.sharding.mesh.joint):
                 self.unsplit.pop(tp, None)
-                return way
+                return degree
         return 0
 
     def experts(self) -> bool:
@@ -786,16 +815,19 @@ _AXES = ("dp", "cp", "tp", "ep")
 def whole(family: PlanFamily, structure: Structure, degrees: Mapping[str, Any]) -> Any:
     """Return a mask of degrees that divide all sharded axes."""
     graph = family.step(structure)
-    known = {name: poly(n) for name, n in {**graph.defaults, **family.dims}.items()}
-    own = {axis: family.degree(axis, structure) for axis in _AXES}
+    defaults = {name: poly(n) for name, n in {**graph.defaults, **family.dims}.items()}
+    degrees_by_axis = {axis: family.degree(axis, structure) for axis in _AXES}
     try:
         with family.at_ranks(graph, structure):
-            found = {p.bind(known) for p in shares(graph, own, structure.zero, structure.sequence, family.system)}
+            divided_sizes = {
+                p.bind(defaults)
+                for p in shares(graph, degrees_by_axis, structure.zero, structure.sequence, family.system)
+            }
     except CostGraphError:  # raised again when the structure is derived
-        found = set()
+        divided_sizes = set()
     sizes = family.sizes(degrees, structure)
     value, out = PointValues(sizes), np.True_
-    for p in (p for p in found if p.names() <= sizes.keys()):
+    for p in (p for p in divided_sizes if p.names() <= sizes.keys()):
         out = out & (value(p) % 1 == 0)
     return out
 
@@ -805,8 +837,8 @@ def batch_of(model: Graph) -> str:
     firsts = {t.sizes[0] for t in model.tensors if t.producer is None and t.role == "input" and t.ndim}
     names = {name for n in firsts for name in n.names()}
     if len(names) != 1 or firsts != {poly(symbol(*names))}:
-        found = ", ".join(sorted(map(str, firsts))) or "no axis"
+        description = ", ".join(sorted(map(str, firsts))) or "no axis"
         raise GraphError(
-            f"search: inputs of graph {model.name!r} begin with {found}, expected one dimension: the batch"
+            f"search: inputs of graph {model.name!r} begin with {description}, expected a common batch dimension"
         )
     return names.pop()

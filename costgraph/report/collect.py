@@ -41,7 +41,7 @@ from .quantities import QUANTITIES, Figure, quantity_of, symbolic
 __all__ = ["SORTS", "Report", "collect"]
 
 #: Overlap of collectives, network between devices, and whether to model caches.
-Between = tuple[str, "str | Network | None", bool]
+ExecutionOptions = tuple[str, "str | Network | None", bool]
 
 
 @guarded()
@@ -72,10 +72,10 @@ class Report(Facts):
         key = SORTS[by]
         if key is None:
             return self
-        found = [key(part) for part in self.scopes]
-        if not all(isinstance(v, int | float) for v in found):
-            left = f"sizes for {', '.join(self.unbound)}" if self.unbound else "a device"
-            raise BindingError(f"sort by {by}: expected numbers, needs {left}")
+        keys = [key(part) for part in self.scopes]
+        if not all(isinstance(v, int | float) for v in keys):
+            missing = f"sizes for {', '.join(self.unbound)}" if self.unbound else "a device"
+            raise BindingError(f"sort by {by}: expected numbers, needs {missing}")
         return replace(self, scopes=tuple(sorted(self.scopes, key=key, reverse=True)))  # type: ignore[arg-type]  # all bound
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
@@ -89,8 +89,8 @@ class Report(Facts):
     def plot(self, path: str | os.PathLike[str] | None = None) -> object:
         """Draw the roofline and return the matplotlib figure; raise BindingError if there is none."""
         if self.roofline is None:
-            left = f"unbound: {', '.join(self.unbound)}" if self.unbound else "there is no device"
-            raise BindingError(f"plot of graph {self.graph!r}: expected numbers on a device, {left}")
+            reason = f"unbound: {', '.join(self.unbound)}" if self.unbound else "there is no device"
+            raise BindingError(f"plot of graph {self.graph!r}: expected numbers on a device, {reason}")
         return self.roofline.plot(path)
 
     def __repr__(self) -> str:
@@ -170,7 +170,7 @@ def _outer_scopes(graph: Graph, table: Costs) -> Costs:
     return replace(table, rows=tuple(replace(r, scope=outer[r.op]) for r in table.rows))
 
 
-def _parts(
+def _table_parts(
     bound: Costs, free: Costs, times: Roofline | None, key: Callable[[CostRow | RooflineRow], str]
 ) -> tuple[Part, ...]:
     values, formulas = _grouped(bound, key), _grouped(free, key)
@@ -179,19 +179,21 @@ def _parts(
         by_bound = seconds.setdefault(key(row), {})
         by_bound[str(row.bound)] = by_bound.get(str(row.bound), 0.0) + row.seconds
     out = []
-    whole = sum((s for by_bound in seconds.values() for s in by_bound.values()), start=0.0)  # without overlap
+    total = sum((s for by_bound in seconds.values() for s in by_bound.values()), start=0.0)  # without overlap
     for name in formulas:
         part = Part(name, values[name].total(), formulas[name].total())
-        out.append(part if times is None else _timed(part, seconds.get(name, {}), whole))
+        out.append(part if times is None else _timed(part, seconds.get(name, {}), total))
     return tuple(out)
 
 
-def _timed(part: Part, seconds: Mapping[str, float], whole: float) -> Part:
-    own = sum(seconds.values())
-    if not own:
+def _timed(part: Part, seconds: Mapping[str, float], total: float) -> Part:
+    part_seconds = sum(seconds.values())
+    if not part_seconds:
         return replace(part, seconds=0.0, share=0.0)
     bound = max(seconds, key=lambda k: seconds[k])
-    return replace(part, seconds=own, share=own / whole, bound=bound, bound_share=seconds[bound] / own)
+    return replace(
+        part, seconds=part_seconds, share=part_seconds / total, bound=bound, bound_share=seconds[bound] / part_seconds
+    )
 
 
 def _grouped(table: Costs, key: Callable[[CostRow | RooflineRow], str]) -> dict[str, Costs]:
@@ -201,39 +203,43 @@ def _grouped(table: Costs, key: Callable[[CostRow | RooflineRow], str]) -> dict[
     return {k: replace(table, rows=tuple(v)) for k, v in rows.items()}
 
 
-def _sent(graph: Graph, device: Hardware | None, between: str | Network | None, dims: Mapping[str, Any]) -> list[Sent]:
+def _sent(graph: Graph, device: Hardware | None, network: str | Network | None, dims: Mapping[str, Any]) -> list[Sent]:
     """Return the data that a rank sends, by axis, collective and link."""
     groups: dict[tuple[str, str, str], list[Message]] = {}
-    for m in communication(graph, hardware=device, network=between, **dims):
+    for m in communication(graph, hardware=device, network=network, **dims):
         groups.setdefault((m.axis, m.collective, m.link), []).append(m)
     return [
         Sent(
-            axis, collective, sum((m.times for m in found), start=0), sum((m.ring_bytes for m in found), start=0),
-            sum((m.seconds for m in found if m.seconds is not None), start=0) if link else None, link,
+            axis, collective, sum((m.times for m in messages), start=0), sum((m.ring_bytes for m in messages), start=0),
+            sum((m.seconds for m in messages if m.seconds is not None), start=0) if link else None, link,
         )
-        for (axis, collective, link), found in groups.items()
+        for (axis, collective, link), messages in groups.items()
     ]  # fmt: skip
 
 
 def _times(
-    graph: Graph, device: Hardware, fallback: str | Mapping[str, str] | None, between: Between, dims: Mapping[str, int]
+    graph: Graph,
+    device: Hardware,
+    fallback: str | Mapping[str, str] | None,
+    execution: ExecutionOptions,
+    dims: Mapping[str, int],
 ) -> Roofline:
-    overlap, network, hierarchical = between
+    overlap, network, hierarchical = execution
     try:
         return roofline(
             graph, device, fallback=fallback, hierarchical=hierarchical, overlap=overlap, network=network, bound="cold",
             **dict(dims),
         )  # fmt: skip
     except OverflowError:
-        most = max(dims, key=lambda k: dims[k], default="a size")
-        raise BindingError(f"{most}: too large for a time in seconds, expected sizes of a model that runs") from None
+        largest = max(dims, key=lambda k: dims[k], default="a size")
+        raise BindingError(f"{largest}: too large for a time in seconds, expected sizes of a realistic model") from None
 
 
 def _architecture(hardware: Hardware | None, device: str | None, arch: str | None) -> str | None:
     """Return the compute capability for library lookups: `arch`, or the hardware's."""
     if device is not None and arch is None:
         if hardware is not None and hardware.arch is None:
-            raise SpecError(f"report: {hardware.id} states no arch, expected arch= such as 'sm_90' beside {device=}")
+            raise SpecError(f"report: {hardware.id} has no arch, expected arch=, such as 'sm_90', with {device=}")
         arch = DEFAULT if hardware is None else hardware.arch
     on_device("report", device, arch)
     return arch
@@ -250,28 +256,28 @@ def collect(
     fallback: str | Mapping[str, str] | None,
     depth: int,
     on_cuda: tuple[str | None, str | None],
-    between: Between,
+    execution: ExecutionOptions,
 ) -> Report:
     """Return the report of a graph; `on_cuda` is (device, arch), `between` (overlap, network, hierarchical)."""
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise GraphError(f"report: depth={depth!r:.60}, expected a whole number from 1")
-    on = None if hardware is None else load_hardware(hardware)
-    if on is not None and on.symbols:
-        raise BindingError(f"report: rates of {on.id} are symbols, expected a device of numbers")
+        raise GraphError(f"report: depth={depth!r:.60}, expected a positive whole number")
+    spec = None if hardware is None else load_hardware(hardware)
+    if spec is not None and spec.symbols:
+        raise BindingError(f"report: rates of {spec.id} are symbols, expected a device with numbers")
     device = on_cuda[0]
-    arch = _architecture(on, *on_cuda)
+    arch = _architecture(spec, *on_cuda)
     values = bindings(graph, dims)
     sizes = {k: int(v.constant) for k, v in sorted(values.items()) if v.constant is not None}
     unbound = tuple(sorted(known_names(graph) - sizes.keys()))
-    found = None if on is None else _times(graph, on, fallback, between, dims)
-    times = None if unbound else found
+    open_times = None if spec is None else _times(graph, spec, fallback, execution, dims)
+    times = None if unbound else open_times
     figures, peak = _figures(graph, dims), _peak(graph, dims, device, arch)
     free = _outer_scopes(graph, costs(symbolic(graph), count=count))
     bound = _outer_scopes(graph, costs(graph, count=count, **dims))
     shown: Iterable[Formula] = [*(f.formula for f in figures.values()), *(r.formula for r in peak.formula)]
     return Report(
         graph=graph.root.name,
-        hardware=on,
+        hardware=spec,
         sizes=sizes,
         given=frozenset(dims),
         unbound=unbound,
@@ -279,13 +285,13 @@ def collect(
         figures=figures,
         peak=peak,
         roofline=times,
-        scopes=_parts(bound, free, times, lambda row: "/".join(row.scope.split("/")[:depth])),
-        phases=_parts(bound, free, times, lambda row: row.phase),
+        scopes=_table_parts(bound, free, times, lambda row: "/".join(row.scope.split("/")[:depth])),
+        phases=_table_parts(bound, free, times, lambda row: row.phase),
         count=count,
         defaults=dict(graph.root.defaults),
-        open_roofline=found if unbound else None,
+        open_roofline=open_times if unbound else None,
         training=training_of(graph, dims, times),
         unused_params=unused_params(graph, **dims),
-        sent=tuple(_sent(graph, on, between[1], dims)),
+        sent=tuple(_sent(graph, spec, execution[1], dims)),
         origin=_origin(graph),
     )

@@ -50,7 +50,7 @@ def new_figure(width: float, height: float, path: object = None) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise UnsupportedError('plot: matplotlib is missing, expected it from: pip install "costgraph[plot]"') from None
+        raise UnsupportedError('plot: matplotlib is not installed: pip install "costgraph[plot]"') from None
     figure: Any = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     figure._repr_png_ = partial(_png, figure)  # notebooks display only pyplot figures by themselves
@@ -66,7 +66,7 @@ def _png(figure: Any) -> bytes:
 def check_path(path: object) -> None:
     """Raise FormatError if a plot cannot be written to this path."""
     if not isinstance(path, str | os.PathLike):
-        raise FormatError(f"plot: path {shown(path, 80)}, expected a text or a path")
+        raise FormatError(f"plot: path {shown(path, 80)}, expected a string or a path")
     if Path(path).suffix.lower() not in _ENDINGS:
         raise FormatError(f"plot: {shorten(os.fspath(path), 200)}, expected a file ending in {', '.join(_ENDINGS)}")
 
@@ -94,9 +94,9 @@ def units_on(axis: Any, unit: str) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: format_quantity(float(value), unit)))
 
 
-def framed(ax: Any, title: str, across: str, up: str) -> None:
+def framed(ax: Any, title: str, xlabel: str, ylabel: str) -> None:
     """Apply title, axis labels, frame and grid."""
-    ax.set(xlabel=across, ylabel=up)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.set_title(title, fontsize=11)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(which="major", color=PALE, linewidth=0.6)

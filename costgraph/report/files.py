@@ -62,12 +62,12 @@ def _peak(r: Facts) -> dict[str, Any]:
 def _training(r: Facts) -> dict[str, Any] | None:
     if r.training is None:
         return None
-    used = {"mfu": r.training.mfu, "hfu": r.training.hfu, "most_mfu": r.training.most_mfu}
+    utilization = {"mfu": r.training.mfu, "hfu": r.training.hfu, "most_mfu": r.training.most_mfu}
     return {
         "figures": {name: _figure(f.value, f.unit, f.formula) for name, f in r.training.figures.items()},
         "dtype": r.training.dtype,
         "others": dict(r.training.others),
-        **{name: {"value": value, "unit": "1"} for name, value in used.items()},
+        **{name: {"value": value, "unit": "1"} for name, value in utilization.items()},
     }
 
 
@@ -177,8 +177,8 @@ def rows(r: Facts) -> Iterator[tuple[str, str, str, object, str, str]]:
     if r.training is not None:
         for name, f in r.training.figures.items():
             yield ("training", "", name, _cell(f.value), f.unit, formula_text(f.formula))
-        used = {"mfu": r.training.mfu, "hfu": r.training.hfu, "most-mfu": r.training.most_mfu}
-        yield from (("training", "", name, value, "1", "") for name, value in used.items() if value is not None)
+        utilization = {"mfu": r.training.mfu, "hfu": r.training.hfu, "most-mfu": r.training.most_mfu}
+        yield from (("training", "", name, value, "1", "") for name, value in utilization.items() if value is not None)
     yield ("graph", "", "peak-memory", _cell(r.peak.value), "B", "")
     for role, amount in r.peak.by_role.items():
         yield ("role at the peak", role, "bytes", _cell(amount), "B", "")

@@ -55,16 +55,16 @@ def common_part(formula: Formula) -> tuple[sympy.Expr, sympy.Expr]:
     expr = sympy.sympify(formula, strict=True)
     if not isinstance(expr, Max | Min):
         return sympy.Integer(0), expr
-    common, rests = shared(expr.args)
-    return common, type(expr)(*rests, owners=expr.owners)
+    common, remainders = shared(expr.args)
+    return common, type(expr)(*remainders, owners=expr.owners)
 
 
 def shared(cases: Sequence[Formula]) -> tuple[sympy.Expr, list[sympy.Expr]]:
     """Split formulas into their common part and the rest of each; a single formula has no common part."""
     if len(cases) == 1:
         return sympy.Integer(0), [sympy.sympify(cases[0], strict=True)]
-    common, rests = split([poly(sympy.sympify(c, strict=True)) for c in cases])
-    return common.expr, [p.expr for p in rests]
+    common, remainders = split([poly(sympy.sympify(c, strict=True)) for c in cases])
+    return common.expr, [p.expr for p in remainders]
 
 
 def _content(expr: sympy.Expr) -> tuple[Poly, Poly]:
@@ -82,18 +82,18 @@ def _content(expr: sympy.Expr) -> tuple[Poly, Poly]:
 
 def _product(expr: sympy.Expr, show: Callable[[sympy.Expr], str], marks: Sequence[str]) -> str:
     """Write a sum as factor * (...), which sympy would expand."""
-    factor, inside = _content(expr)
-    text = show(inside.expr)
+    factor, remainder = _content(expr)
+    text = show(remainder.expr)
     times, opening, closing = marks
     return text if factor == 1 else f"{show(factor.expr)}{times}{opening}{text}{closing}"
 
 
 def _assemble(formula: Formula, show: Callable[[sympy.Expr], str], marks: Sequence[str]) -> str:
     """Write common * (...) + Max(...), or the plain formula without a common part."""
-    common, rest = common_part(formula)
-    if common == 0 or not isinstance(rest, Max | Min):
+    common, remainder = common_part(formula)
+    if common == 0 or not isinstance(remainder, Max | Min):
         return show(sympy.sympify(formula, strict=True))
-    return f"{_product(common, show, marks)} + {show(rest)}"
+    return f"{_product(common, show, marks)} + {show(remainder)}"
 
 
 # -- text --------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def formula_latex(formula: Formula) -> str:
 # -- Python ------------------------------------------------------------------------------------------------------
 
 _IMPORTS = ((r"\bmath\.", "import math"), (r"\bFraction\(", "from fractions import Fraction"))
-_USED = {"math", "Fraction", "max", "min", *keyword.kwlist}
+_RESERVED = {"math", "Fraction", "max", "min", *keyword.kwlist}
 
 
 class _Source:
@@ -200,24 +200,26 @@ class _Source:
 
     def __init__(self, names: list[str]) -> None:
         self.names: dict[str, str] = {}
-        taken = {*names, *_USED}
+        used = {*names, *_RESERVED}
         for n in names:
             free = n
-            while n in _USED and free in taken:
+            while n in _RESERVED and free in used:
                 free += "_"
-            taken.add(free)
+            used.add(free)
             self.names[n] = free
 
     def ratio(self, expr: sympy.Expr) -> str:
         """Write any analysis result."""
         if expr.is_Mul:  # an intensity: divide once, not per term
-            above, below = expr.as_numer_denom()
-            return self.poly(poly(above)) if below == 1 else self.divided(poly(above), poly(below))
-        common, rest = common_part(expr)
-        return self.poly(poly(rest)) if common == 0 else f"{self.poly(poly(common))} + {self.poly(poly(rest))}"
+            numerator, denominator = expr.as_numer_denom()
+            return self.poly(poly(numerator)) if denominator == 1 else self.divided(poly(numerator), poly(denominator))
+        common, remainder = common_part(expr)
+        return (
+            self.poly(poly(remainder)) if common == 0 else f"{self.poly(poly(common))} + {self.poly(poly(remainder))}"
+        )
 
-    def divided(self, above: Poly, below: Poly) -> str:
-        return f"Fraction({self.poly(above)}, {self.poly(below)})"
+    def divided(self, numerator: Poly, denominator: Poly) -> str:
+        return f"Fraction({self.poly(numerator)}, {self.poly(denominator)})"
 
     def poly(self, p: Poly) -> str:
         lowest: dict[str, int] = {}
@@ -225,17 +227,17 @@ class _Source:
             for k, e in m:
                 lowest[k] = min(e, lowest.get(k, 0))
         scale = math.lcm(*(Fraction(c).denominator for c in p.terms.values()))
-        below = Poly({tuple(sorted((k, -e) for k, e in lowest.items() if e < 0)): scale})
-        return self.sum(p) if below == 1 else self.divided(p * below, below)
+        denominator = Poly({tuple(sorted((k, -e) for k, e in lowest.items() if e < 0)): scale})
+        return self.sum(p) if denominator == 1 else self.divided(p * denominator, denominator)
 
     def sum(self, p: Poly) -> str:
-        parts = []
+        terms = []
         for m, c in sorted(p.terms.items(), key=lambda t: (-sum(e for _, e in t[0]), t[0])):
             factors = [f"{self.generator(k)}**{e}" if e != 1 else self.generator(k) for k, e in m]
             if abs(c) != 1 or not factors:
                 factors.insert(0, str(abs(c)))
-            parts.append(("- " if c < 0 else "+ ") + "*".join(factors))
-        text = " ".join(parts) or "0"
+            terms.append(("- " if c < 0 else "+ ") + "*".join(factors))
+        text = " ".join(terms) or "0"
         return text.replace("- ", "-", 1) if text.startswith("-") else text.removeprefix("+ ")
 
     def generator(self, key: str) -> str:
@@ -296,7 +298,7 @@ def formula_python(formula: Formula, name: str = "formula", summary: str = "") -
     lines = [f"def {name}({', '.join(source.names[n] for n in sorted(source.names))}):"]
     if summary:
         lines.append('    """' + re.sub(r'[^ -~]|[\\"]', "", summary) + '"""')
-    imports = [f"{how}\n" for mark, how in _IMPORTS if re.search(mark, body)]
+    imports = [f"{import_line}\n" for mark, import_line in _IMPORTS if re.search(mark, body)]
     return "".join(imports) + ("\n\n" if imports else "") + "\n".join([*lines, f"    return {body}"])
 
 
@@ -308,8 +310,8 @@ FORMATS: dict[str, Callable[..., Any]] = {
 }
 
 
-def write_formula(formula: Formula, how: str, name: str, summary: str) -> str:
+def write_formula(formula: Formula, format_: str, name: str, summary: str) -> str:
     """Write a formula in one of `FORMATS`, else raise FormatError; name and summary are for Python source."""
-    if how not in FORMATS:
-        raise FormatError(f"format {shorten(how)}: expected one of {', '.join(FORMATS)}")
-    return str(formula_python(formula, name, summary) if how == "python" else FORMATS[how](formula))
+    if format_ not in FORMATS:
+        raise FormatError(f"format {shorten(format_)}: expected one of {', '.join(FORMATS)}")
+    return str(formula_python(formula, name, summary) if format_ == "python" else FORMATS[format_](formula))

@@ -54,7 +54,7 @@ _LEADER = 16  # distance in points from which to draw a leader line
 _HALO = 2.5  # width in points of the halo around letters on lines
 _GAP = 3  # pixels between two labels
 # penalties, as numbers of distance steps: label on a line, label on a point, leader line through a label
-_ON_LINE, _ON_POINT, _THROUGH = 150, 25, 90
+_ON_LINE, _ON_POINT, _LEADER_OVER_LABEL = 150, 25, 90
 
 
 def place_labels(ax: Any, labels: Sequence[Label], *, size: float = _SIZE, lead: bool = True) -> list[str]:
@@ -68,30 +68,35 @@ def place_labels(ax: Any, labels: Sequence[Label], *, size: float = _SIZE, lead:
     figure.draw_without_rendering()  # compute the layout first, for point positions
     renderer = figure.canvas.get_renderer()
     scale = figure.dpi / 72
-    things = _Drawn(ax, scale, [_box_of(t, renderer) for t in ax.texts if t.get_text()])
-    left = []
-    for text, place in labels:
-        written = ax.annotate(
-            text, place, (0, 0), textcoords="offset points", ha="center", va="center", fontsize=size, zorder=5,
+    obstacles = _Obstacles(ax, scale, [_box_of(t, renderer) for t in ax.texts if t.get_text()])
+    omitted = []
+    for text, point in labels:
+        label = ax.annotate(
+            text, point, (0, 0), textcoords="offset points", ha="center", va="center", fontsize=size, zorder=5,
             annotation_clip=False, in_layout=False, path_effects=[withStroke(linewidth=_HALO, foreground="white")],
         )  # fmt: skip
-        x0, y0, x1, y1 = _box_of(written, renderer)
-        half, at = np.array([x1 - x0, y1 - y0]) / 2, ax.transData.transform(place)
-        found = [
-            (step + things.under(box) + (things.through(at, middle) if lead else 0), step, middle, box)
-            for step, middle, box in _candidates(at, half, scale)
-            if things.free(box)
+        x0, y0, x1, y1 = _box_of(label, renderer)
+        half, anchor = np.array([x1 - x0, y1 - y0]) / 2, ax.transData.transform(point)
+        candidates = [
+            (
+                step + obstacles.label_penalty(box) + (obstacles.leader_penalty(anchor, middle) if lead else 0),
+                step,
+                middle,
+                box,
+            )
+            for step, middle, box in _candidates(anchor, half, scale)
+            if obstacles.allows(box)
         ]
-        if not found:
-            left.append(text)
-            written.remove()
+        if not candidates:
+            omitted.append(text)
+            label.remove()
             continue
-        _, step, middle, box = min(found, key=lambda f: f[0])
-        things.boxes.append(box)
-        written.set_position(tuple((middle - at) / scale))
+        _, step, middle, box = min(candidates, key=lambda f: f[0])
+        obstacles.boxes.append(box)
+        label.set_position(tuple((middle - anchor) / scale))
         if lead and step >= _LEADER:
-            _lead(ax, place, (middle - at) / scale, half / scale)
-    return left
+            _draw_leader(ax, point, (middle - anchor) / scale, half / scale)
+    return omitted
 
 
 def _box_of(text: Any, renderer: Any) -> tuple[float, ...]:
@@ -101,28 +106,28 @@ def _box_of(text: Any, renderer: Any) -> tuple[float, ...]:
     return tuple(Text.get_window_extent(text, renderer).extents)
 
 
-def _candidates(at: Any, half: Any, scale: float) -> Iterator[tuple[float, Any, tuple[float, ...]]]:
+def _candidates(anchor: Any, half: Any, scale: float) -> Iterator[tuple[float, Any, tuple[float, ...]]]:
     """Yield distance, center and box of candidate positions around a point; all but the distance in pixels."""
     for step, side in product(_STEPS, _SIDES):
-        way = np.array(side)
-        middle = at + way * half + step * scale * way / np.hypot(*way)
+        direction = np.array(side)
+        middle = anchor + direction * half + step * scale * direction / np.hypot(*direction)
         yield step, middle, (*(middle - half), *(middle + half))
 
 
-def _meet(a: Sequence[float], b: Sequence[float]) -> bool:
+def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
     return a[0] < b[2] + _GAP and b[0] < a[2] + _GAP and a[1] < b[3] + _GAP and b[1] < a[3] + _GAP
 
 
-def _lead(ax: Any, place: tuple[float, float], middle: Any, half: Any) -> None:
+def _draw_leader(ax: Any, point: tuple[float, float], middle: Any, half: Any) -> None:
     """Draw a leader line from a point to the nearest edge of its label."""
     end = np.clip(0, middle - half, middle + half)
     ax.annotate(
-        "", place, tuple(end), textcoords="offset points", zorder=2, in_layout=False,
+        "", point, tuple(end), textcoords="offset points", zorder=2, in_layout=False,
         arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 2},
     )  # fmt: skip
 
 
-class _Drawn:
+class _Obstacles:
     """Obstacles for labels: points with their areas, and lines."""
 
     def __init__(self, ax: Any, scale: float, boxes: list[tuple[float, ...]]) -> None:
@@ -135,21 +140,23 @@ class _Drawn:
         radii = [np.broadcast_to(np.sqrt(c.get_sizes()) / 2 * scale, len(p)) for c, p in spots]
         self.radii = np.concatenate([np.empty(0), *radii])
 
-    def free(self, box: Sequence[float]) -> bool:
+    def allows(self, box: Sequence[float]) -> bool:
         """Whether a label is readable there: inside the axes and not on another label."""
         x0, y0, x1, y1 = self.frame
-        inside = box[0] >= x0 and box[1] >= y0 and box[2] <= x1 and box[3] <= y1
-        return bool(inside) and not any(_meet(box, other) for other in self.boxes)
+        within = box[0] >= x0 and box[1] >= y0 and box[2] <= x1 and box[3] <= y1
+        return bool(within) and not any(_overlap(box, other) for other in self.boxes)
 
-    def through(self, at: Any, middle: Any) -> float:
+    def leader_penalty(self, anchor: Any, middle: Any) -> float:
         """Return the penalty of a leader line there."""
         from matplotlib.path import Path
         from matplotlib.transforms import Bbox
 
-        line = Path([at, middle])
-        return float(_THROUGH * sum(line.intersects_bbox(Bbox.from_extents(*box), filled=False) for box in self.boxes))
+        line = Path([anchor, middle])
+        return float(
+            _LEADER_OVER_LABEL * sum(line.intersects_bbox(Bbox.from_extents(*box), filled=False) for box in self.boxes)
+        )
 
-    def under(self, box: Sequence[float]) -> float:
+    def label_penalty(self, box: Sequence[float]) -> float:
         """Return the penalty of a label there."""
         from matplotlib.transforms import Bbox
 
@@ -170,17 +177,17 @@ def range_of(points: Sequence[tuple[float, float]], ridge: float) -> tuple[float
 
     Ops that take almost no time do not stretch the axes.
     """
-    total, seen, held = sum(t for _, t in points), 0.0, [x for x in (ridge,) if 0 < x < math.inf]
+    total, covered, visible = sum(t for _, t in points), 0.0, [x for x in (ridge,) if 0 < x < math.inf]
     for x, seconds in sorted(points, key=lambda p: -p[1]):
-        if seen >= _SHARE * total and held:
+        if covered >= _SHARE * total and visible:
             break
-        held.append(x)
-        seen += seconds
-    held = held or [1.0]
-    every = [x for x, _ in points] + held
-    low, high = max(min(every), min(held) / _DECADE), min(max(every), max(held) * _DECADE)
-    room = max(1.0, (_DECADE**2 * low / high) ** 0.5)  # at least two decades
-    return low / room / 2.5, high * room * 6  # room for names on the right
+        visible.append(x)
+        covered += seconds
+    visible = visible or [1.0]
+    all_x = [x for x, _ in points] + visible
+    low, high = max(min(all_x), min(visible) / _DECADE), min(max(all_x), max(visible) * _DECADE)
+    widening = max(1.0, (_DECADE**2 * low / high) ** 0.5)  # at least two decades
+    return low / widening / 2.5, high * widening * 6  # room for names on the right
 
 
 def draw_roofs(ax: Any, memory: Quantity, rates: Mapping[str, float], ends: tuple[float, float]) -> list[Label]:
@@ -204,10 +211,10 @@ def draw_roofs(ax: Any, memory: Quantity, rates: Mapping[str, float], ends: tupl
 _BOUNDS = {"memory": PALETTE["blue"], "compute": PALETTE["vermilion"], "link": PALETTE["green"]}
 
 #: With more sizes than this, label every second, third, ... point.
-_MOST_NAMED = 12
+_MAX_LABELS = 12
 
 
-def plot_throughput(found: Throughput, path: str | os.PathLike[str] | None = None) -> Any:
+def plot_throughput(throughput: Throughput, path: str | os.PathLike[str] | None = None) -> Any:
     """Plot tokens per second against step time, one point per size.
 
     Points show the estimate, colored by bottleneck, with rings where memory does not suffice. The curve is the lower
@@ -216,25 +223,25 @@ def plot_throughput(found: Throughput, path: str | os.PathLike[str] | None = Non
     figure = new_figure(9, 4.8, path)
     ax = figure.subplots()
     ax.set(xscale="log", yscale="log")
-    rows = found.rows
+    rows = throughput.rows
     bounds = [(r.lower_bound, r.most_tokens_per_second) for r in rows]
-    ax.plot(*zip(*bounds, strict=True), color=FAINT, linewidth=1, linestyle="--", label="lower bound: no run is above")
+    ax.plot(*zip(*bounds, strict=True), color=FAINT, linewidth=1, linestyle="--", label="lower bound of the time")
     ax.plot([r.seconds for r in rows], [r.tokens_per_second for r in rows], color=ROOF, linewidth=1, label="estimate")
     for bound, color in _BOUNDS.items():
-        own = [r for r in rows if r.bound == bound]
-        _plot_throughput(ax, [r for r in own if r.fits], f"bound by {bound}", face=color, edge=color)
+        rows_of_bound = [r for r in rows if r.bound == bound]
+        _plot_throughput(ax, [r for r in rows_of_bound if r.fits], f"bound by {bound}", face=color, edge=color)
         _plot_throughput(
-            ax, [r for r in own if not r.fits], f"bound by {bound}, does not fit", face="white", edge=color
+            ax, [r for r in rows_of_bound if not r.fits], f"bound by {bound}, does not fit", face="white", edge=color
         )
-    sizes = " ".join(f"{k}={v}" for k, v in found.sizes.items() if k in ("S", "B"))
-    title = f"{short(found.graph)} on {short(found.hardware.name, 60)}{sizes and ', '}{sizes}"
+    sizes = " ".join(f"{k}={v}" for k, v in throughput.sizes.items() if k in ("S", "B"))
+    title = f"{short(throughput.graph)} on {short(throughput.hardware.name, 60)}{sizes and ', '}{sizes}"
     framed(ax, title, "time of a step [s]", "new tokens of all sequences [1/s]")
     _ticks(ax)
     ax.margins(x=0.12, y=0.1)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
-    every = -(-len(rows) // _MOST_NAMED)
-    named = [r for i, r in enumerate(rows) if i % every == 0 or i == len(rows) - 1]
-    place_labels(ax, [(f"{found.symbol}={r.size}", (r.seconds, r.tokens_per_second)) for r in named])
+    label_step = -(-len(rows) // _MAX_LABELS)
+    named = [r for i, r in enumerate(rows) if i % label_step == 0 or i == len(rows) - 1]
+    place_labels(ax, [(f"{throughput.symbol}={r.size}", (r.seconds, r.tokens_per_second)) for r in named])
     return saved(figure, path)
 
 
@@ -305,21 +312,26 @@ def plot_timeline(
     figure = new_figure(10, 4.6, path)
     ax = figure.subplots()
     live = [float(m.bytes) for m in timeline.moments]
-    at = max(range(len(live)), key=live.__getitem__)
+    peak_step = max(range(len(live)), key=live.__getitem__)
     # repeat the last value to draw the last step full width
     ax.step(range(len(live) + 1), [*live, live[-1]], where="post", color=ROOF, linewidth=1)
-    ax.plot([at], [live[at]], "o", color=PALETTE["vermilion"], zorder=4)
-    labels = [(f"peak, {short(timeline.op) or 'throughout'}\n{format_bytes(timeline.peak)}", (float(at), live[at]))]
-    _roles(ax, timeline, live)
-    _phases(ax, timeline)
+    ax.plot([peak_step], [live[peak_step]], "o", color=PALETTE["vermilion"], zorder=4)
+    labels = [
+        (
+            f"peak, {short(timeline.op) or 'throughout'}\n{format_bytes(timeline.peak)}",
+            (float(peak_step), live[peak_step]),
+        )
+    ]
+    _stack_roles(ax, timeline, live)
+    _shade_phases(ax, timeline)
     title = f"memory of {short(timeline.graph)}, step by step" if timeline.graph else "memory, step by step"
     framed(ax, title, "step [ops that take memory, in program order]", "live memory [B]")
     if ax.texts:
         ax.set_title(title, pad=18)  # above the phase names
     ax.margins(x=0.02)
-    ax.set_ylim(0, 1.45 * live[at] or 1)
+    ax.set_ylim(0, 1.45 * live[peak_step] or 1)
     if capacity is not None:
-        labels.insert(0, _capacity(ax, capacity, live[at]))
+        labels.insert(0, _capacity(ax, capacity, live[peak_step]))
     units_on(ax.yaxis, "B")
     _timeline_legend(ax)
     place_labels(ax, labels)
@@ -330,7 +342,7 @@ def _capacity(ax: Any, capacity: float, peak: float) -> Label:
     """Draw the capacity line, above an axis break if far above the peak, and return its label."""
     text = f"capacity, {format_bytes(capacity)}"
     if far := capacity > _MOST_PEAKS * peak > 0:
-        scale, place = 1.3 * peak, 1.5 * peak
+        scale, height = 1.3 * peak, 1.5 * peak
         ax.spines["left"].set_bounds(0, scale)  # no scale above the break
         ax.set_yticks([y for y in ax.get_yticks() if y <= scale])
         style = {"marker": (2, 0, 60), "markersize": 9, "color": ROOF, "linestyle": "none"}
@@ -338,20 +350,20 @@ def _capacity(ax: Any, capacity: float, peak: float) -> Label:
         times = float(f"{capacity / peak:.3g}")
         text += f", {times:,.{0 if times >= 100 else 1}f} times the peak"
     else:
-        place = capacity
-    ax.set_ylim(0, 1.12 * place if far else 1.25 * max(place, peak) or 1)
-    ax.axhline(place, color=ROOF, linewidth=1, linestyle="--")
-    return text, (ax.get_xlim()[0], place)
+        height = capacity
+    ax.set_ylim(0, 1.12 * height if far else 1.25 * max(height, peak) or 1)
+    ax.axhline(height, color=ROOF, linewidth=1, linestyle="--")
+    return text, (ax.get_xlim()[0], height)
 
 
-def _roles(ax: Any, timeline: Timeline, live: list[float]) -> None:
+def _stack_roles(ax: Any, timeline: Timeline, live: list[float]) -> None:
     """Stack the roles, or draw only the total if they are unknown."""
     steps = range(len(live) + 1)
     below = [0.0] * len(steps)
     for role, color in _ROLES.items():
-        own = [float(v) for v in timeline.roles.get(role, ())]
-        if any(own):
-            top = [b + v for b, v in zip(below, [*own, own[-1]], strict=True)]
+        role_bytes = [float(v) for v in timeline.roles.get(role, ())]
+        if any(role_bytes):
+            top = [b + v for b, v in zip(below, [*role_bytes, role_bytes[-1]], strict=True)]
             ax.fill_between(steps, below, top, step="post", color=color, linewidth=0, label=role)
             below = top
     if not timeline.roles:
@@ -368,19 +380,19 @@ def _spans(timeline: Timeline) -> Iterator[tuple[int, int, str]]:
             first = i
 
 
-def _phases(ax: Any, timeline: Timeline) -> None:
+def _shade_phases(ax: Any, timeline: Timeline) -> None:
     """Color the background of each phase, and name phases that are long enough."""
     spans = list(_spans(timeline))
     if len({phase for *_, phase in spans}) < 2:
         return
     wide = [span for span in spans if span[1] - span[0] >= _LABELLED_SPAN * len(timeline.moments)]
     named = {phase for *_, phase in wide}
-    for wanted, color in _PHASES.items():
-        own = [(start, end - start) for start, end, phase in spans if phase == wanted]
-        if own:
+    for phase_name, color in _PHASES.items():
+        phase_spans = [(start, end - start) for start, end, phase in spans if phase == phase_name]
+        if phase_spans:
             ax.broken_barh(
-                own, (0, 1), transform=ax.get_xaxis_transform(), facecolors=color, edgecolor=FAINT, linewidth=0,
-                zorder=0, label="_above" if wanted in named else f"phase {wanted}",
+                phase_spans, (0, 1), transform=ax.get_xaxis_transform(), facecolors=color, edgecolor=FAINT, linewidth=0,
+                zorder=0, label="_above" if phase_name in named else f"phase {phase_name}",
             )  # fmt: skip
     for start, end, phase in wide:
         ax.text((start + end) / 2, 1.01, phase, transform=ax.get_xaxis_transform(), fontsize=8, ha="center")
@@ -420,8 +432,8 @@ def plot_validation(validation: Validation, directory: object) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        place = shorten(str(folder), 200)
-        raise FormatError(f"plot: {place}: {error.strerror}, expected a directory that can be written") from None
+        name = shorten(str(folder), 200)
+        raise FormatError(f"plot: {name}: {error.strerror}, expected a writable directory") from None
     plot_peaks(validation, folder / "peaks.png")
     plot_roof(validation, folder / "roof.png")
     return [folder / "peaks.png", folder / "roof.png"]
@@ -444,14 +456,14 @@ def plot_peaks(validation: Validation, path: str | os.PathLike[str] | None = Non
     framed(left, "predicted and measured", "measured peak", "predicted peak")
     right.axhline(0, color=ROOF, linewidth=1)
     right.set(xscale="log", xlim=ends)
-    framed(right, "what is between them", "measured peak", "predicted less measured [% of the peak]")
+    framed(right, "difference", "measured peak", "predicted less measured [% of the peak]")
     for mode, color in _MODES.items():
-        for which, face in (("declared", color), ("traced", "none")):
-            points = list(_peak_pairs(validation.rows, mode, which))
+        for kind, face in (("declared", color), ("traced", "none")):
+            points = list(_peak_pairs(validation.rows, mode, kind))
             if points:
                 x, y = zip(*points, strict=True)
                 style = {"edgecolors": color, "facecolors": face, "linewidths": 0.9, "zorder": 3, "alpha": 0.75}
-                left.scatter(x, y, 26, label=f"{mode}, {which}", **style)
+                left.scatter(x, y, 26, label=f"{mode}, {kind}", **style)
                 right.scatter(x, [100 * (b - a) / a for a, b in points], 26, **style)
     for axis in (left.xaxis, left.yaxis, right.xaxis):
         units_on(axis, "B")
@@ -460,11 +472,11 @@ def plot_peaks(validation: Validation, path: str | os.PathLike[str] | None = Non
     return saved(figure, path)
 
 
-def _peak_pairs(rows: Sequence[Row], mode: str, which: str) -> Iterator[tuple[int, int]]:
+def _peak_pairs(rows: Sequence[Row], mode: str, kind: str) -> Iterator[tuple[int, int]]:
     for row in rows:
-        found = getattr(row, which)
-        if row.case.mode == mode and found is not None:
-            yield row.measured.peak, found.peak
+        prediction = getattr(row, kind)
+        if row.case.mode == mode and prediction is not None:
+            yield row.measured.peak, prediction.peak
 
 
 # -- validation: measured roof -----------------------------------------------------------------------------------------
@@ -487,14 +499,22 @@ def plot_roof(validation: Validation, path: str | os.PathLike[str] | None = None
     labels = draw_roofs(ax, device.bandwidth, {f"matmul {name}": rate for name, rate in rates.items()}, ends)
     ax.set_ylim(bottom=min([ax.get_ylim()[0], *(y / 2 for _, y, _ in points)]))
     for outcome, color in _OUTCOMES.items():
-        own = [(x, y) for x, y, r in points if r.outcome == outcome]
-        if own:
-            ax.scatter(*zip(*own, strict=True), 34, label=outcome, color=color, alpha=0.8, edgecolors="white", zorder=3)
+        outcome_points = [(x, y) for x, y, r in points if r.outcome == outcome]
+        if outcome_points:
+            ax.scatter(
+                *zip(*outcome_points, strict=True),
+                34,
+                label=outcome,
+                color=color,
+                alpha=0.8,
+                edgecolors="white",
+                zorder=3,
+            )
     title = f"ops on the measured roof of {short(str(validation.environment['name']))}"
     framed(ax, title, "arithmetic intensity, unfused [FLOP/B]", "rate of the fastest run [FLOP/s]")
     units_on(ax.yaxis, "FLOP/s")
     if points:
-        figure.legend(loc="outside right upper", fontsize=8, frameon=False, title="the time follows", title_fontsize=8)
+        figure.legend(loc="outside right upper", fontsize=8, frameon=False, title="bottleneck", title_fontsize=8)
     place_labels(ax, labels, lead=False)
     # slowest first, because the last labels may find no room
     ranked = sorted(points, key=lambda point: -point[2].seconds.min)
@@ -505,7 +525,7 @@ def plot_roof(validation: Validation, path: str | os.PathLike[str] | None = None
 # -- roofline ----------------------------------------------------------------------------------------------------------
 
 #: Number of slowest ops to label.
-_NAMED = 5
+_LABELLED_OPS = 5
 
 
 def plot_roofline(roofline: Roofline, path: str | os.PathLike[str] | None = None) -> Any:
@@ -545,37 +565,37 @@ def plot_roofline(roofline: Roofline, path: str | os.PathLike[str] | None = None
     title = f"{short(roofline.graph)} on {short(roofline.hardware.name, 60)}"
     framed(ax, title, "arithmetic intensity, unfused [FLOP/B]", "attainable rate [FLOP/s]")
     units_on(ax.yaxis, "FLOP/s")
-    _points(ax, drawn)
-    _key(ax, roofline, drawn)
+    _scatter_ops(ax, drawn)
+    _legend(ax, roofline, drawn)
     place_labels(ax, labels, lead=False)
-    place_labels(ax, _names(r for r in drawn if low <= r.intensity <= high))
+    place_labels(ax, _op_labels(r for r in drawn if low <= r.intensity <= high))
     return saved(figure, path)
 
 
-def _points(ax: Any, rows: Sequence[RooflineRow]) -> None:
+def _scatter_ops(ax: Any, rows: Sequence[RooflineRow]) -> None:
     longest = max((r.seconds for r in rows), default=1.0) or 1.0
     for kind, color in COLORS.items():
-        own = [r for r in rows if r.kind == kind]
-        if own:
-            areas = [14 + 360 * r.seconds / longest for r in own]
+        rows_of_kind = [r for r in rows if r.kind == kind]
+        if rows_of_kind:
+            areas = [14 + 360 * r.seconds / longest for r in rows_of_kind]
             ax.scatter(
-                [r.intensity for r in own], [r.attainable for r in own], areas, label=kind, color=color,
-                alpha=0.65, edgecolors="white", linewidths=0.7, zorder=3,
+                [r.intensity for r in rows_of_kind], [r.attainable for r in rows_of_kind], areas, label=kind,
+                color=color, alpha=0.65, edgecolors="white", linewidths=0.7, zorder=3,
             )  # fmt: skip
 
 
-def _key(ax: Any, roofline: Roofline, rows: Sequence[RooflineRow]) -> None:
+def _legend(ax: Any, roofline: Roofline, rows: Sequence[RooflineRow]) -> None:
     """Draw the legend beside the axes, and count the ops that are not shown."""
     low, high = ax.get_xlim()
-    away = [r for r in rows if not low <= r.intensity <= high]
+    outside = [r for r in rows if not low <= r.intensity <= high]
     lines = ["kind of FLOPs"]
     if rows:
         lines[0] += f"; area is time, up to {format_quantity(max(r.seconds for r in rows), 's')}"
-    if left := len(roofline.rows) - len(rows):
-        lines.append(f"{left} op(s) without FLOPs or bytes are not shown")
-    if away:
-        share = sum(r.seconds for r in away) / sum(r.seconds for r in roofline.rows)
-        lines.append(f"{len(away)} op(s) beyond these axes, {share:.1%} of the time")
+    if omitted := len(roofline.rows) - len(rows):
+        lines.append(f"{omitted} op(s) without FLOPs or bytes are not shown")
+    if outside:
+        share = sum(r.seconds for r in outside) / sum(r.seconds for r in roofline.rows)
+        lines.append(f"{len(outside)} op(s) beyond these axes, {share:.1%} of the time")
     handles, labels = ax.get_legend_handles_labels()
     if handles:
         legend = ax.figure.legend(
@@ -586,17 +606,17 @@ def _key(ax: Any, roofline: Roofline, rows: Sequence[RooflineRow]) -> None:
             handle.set_sizes([50])
 
 
-def _names(rows: Iterable[RooflineRow]) -> list[Label]:
+def _op_labels(rows: Iterable[RooflineRow]) -> list[Label]:
     """Label the slowest ops; overlapping points, such as ops of equal shape, share one label."""
-    places: dict[tuple[float, float], list[RooflineRow]] = {}
+    groups: dict[tuple[float, float], list[RooflineRow]] = {}
     for r in sorted(rows, key=lambda r: -r.seconds):
-        places.setdefault((round(math.log10(r.intensity), 1), round(math.log10(r.attainable), 1)), []).append(r)
-    found = []
-    for first, *others in list(places.values())[:_NAMED]:
-        more = f"\nand {len(others)} more near it" if others else ""
-        text = f"{short(first.op)}, {format_quantity(first.seconds, 's')}{more}"
-        found.append((text, (first.intensity, first.attainable)))
-    return found
+        groups.setdefault((round(math.log10(r.intensity), 1), round(math.log10(r.attainable), 1)), []).append(r)
+    labels = []
+    for first, *others in list(groups.values())[:_LABELLED_OPS]:
+        note = f"\nand {len(others)} more nearby" if others else ""
+        text = f"{short(first.op)}, {format_quantity(first.seconds, 's')}{note}"
+        labels.append((text, (first.intensity, first.attainable)))
+    return labels
 
 
 _PLOTTERS: Mapping[str, Callable[[Any, Any], Any]] = {

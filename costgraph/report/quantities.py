@@ -13,7 +13,7 @@ from ..ir.graph import Graph
 __all__ = ["QUANTITIES", "Figure", "quantity_of", "symbolic"]
 
 
-_Ask = Callable[..., Formula]
+_Analysis = Callable[..., Formula]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Figure:
     """value with symbolic sizes"""
 
 
-QUANTITIES: dict[str, tuple[str, str, _Ask]] = {
+QUANTITIES: dict[str, tuple[str, str, _Analysis]] = {
     "params": ("parameters", "1", param_count),
     "param-bytes": ("bytes of parameters", "B", param_bytes),
     "flops": ("FLOPs", "FLOP", flops),

@@ -80,8 +80,10 @@ def _table(graph: Graph) -> tuple[str, list[tuple[str, ...]]]:
     level = _level({op.scope for op in ops})
     shapes: dict[str, str] = {}
     for op in ops:
-        made = op.results[-1].sizes if op.results else ()
-        shapes[_cut(op.scope, level)] = f"({', '.join(formula_text(answer(n.bind(values))) for n in made)})"
+        output_sizes = op.results[-1].sizes if op.results else ()
+        shapes[_truncated(op.scope, level)] = (
+            f"({', '.join(formula_text(answer(n.bind(values))) for n in output_sizes)})"
+        )
     params: dict[str, list[Poly]] = {}
     for g, times in bodies:
         for t in g.tensors:
@@ -90,14 +92,14 @@ def _table(graph: Graph) -> tuple[str, list[tuple[str, ...]]]:
     flops: dict[str, list[Formula]] = {}
     table = costs(graph)
     for scope, part in table.group("scope").items():
-        flops.setdefault(_cut(scope, level), []).append(part.total().flops)
+        flops.setdefault(_truncated(scope, level), []).append(part.total().flops)
     rows: list[tuple[str, ...]] = [("scope", "output shape", "parameters", "FLOPs")]
     for scope in dict.fromkeys((*shapes, *params)):
-        own = answer(total(params.get(scope, ())).bind(values))
-        done = sum(map(as_expr, flops.get(scope, ())), start=as_expr(0))
-        rows.append((scope or _TOP, shapes.get(scope, ""), _text(own), _text(answer(done))))
-    every = answer(total(p for found in params.values() for p in found).bind(values))
-    rows.append(("total", "", _text(every), _text(table.total().flops)))
+        scope_params = answer(total(params.get(scope, ())).bind(values))
+        scope_flops = sum(map(as_expr, flops.get(scope, ())), start=as_expr(0))
+        rows.append((scope or _TOP, shapes.get(scope, ""), _cell(scope_params), _cell(answer(scope_flops))))
+    total_params = answer(total(p for counts in params.values() for p in counts).bind(values))
+    rows.append(("total", "", _cell(total_params), _cell(table.total().flops)))
     hidden = len(rows) - 2 - _MOST_ROWS
     if hidden > 0:
         rows[_MOST_ROWS + 1 : -1] = [(f"... {hidden} more", "", "", "")]
@@ -105,7 +107,7 @@ def _table(graph: Graph) -> tuple[str, list[tuple[str, ...]]]:
     return f"{graph.name}: {len(ops)} ops{''.join(sizes)}", rows
 
 
-def _text(value: Formula) -> str:
+def _cell(value: Formula) -> str:
     return f"{value:,}" if isinstance(value, int) else formula_text(value)
 
 
@@ -113,18 +115,18 @@ def _level(scopes: set[str]) -> int:
     """Return the deepest scope level with few enough rows."""
     deepest = max((scope.count("/") + 1 for scope in scopes), default=1)
     levels = range(deepest, 1, -1)
-    return next((n for n in levels if len({_cut(scope, n) for scope in scopes}) <= _MOST_ROWS), 1)
+    return next((n for n in levels if len({_truncated(scope, n) for scope in scopes}) <= _MOST_ROWS), 1)
 
 
-def _cut(scope: str, level: int) -> str:
+def _truncated(scope: str, level: int) -> str:
     return "/".join(scope.split("/")[:level])
 
 
 def _scope_of(name: str, scopes: Iterable[str]) -> str:
     """Return a parameter's row: its innermost enclosing scope, or one inside that scope."""
-    for around in reversed(scopes_of(name)[:-1]):
-        if found := [scope for scope in scopes if f"{scope}/".startswith(f"{around}/")]:
-            return around if around in found else found[0]
+    for enclosing in reversed(scopes_of(name)[:-1]):
+        if matching := [scope for scope in scopes if f"{scope}/".startswith(f"{enclosing}/")]:
+            return enclosing if enclosing in matching else matching[0]
     return ""
 
 

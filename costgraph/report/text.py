@@ -74,10 +74,10 @@ def training_rows(r: Facts) -> Iterator[tuple[str, str]]:
 def _heading(r: Facts) -> Iterator[RenderableType]:
     device = f" on {clean(r.hardware.name)}" if r.hardware else ""
     yield f"[bold]{clean(r.graph)}{device}[/bold]"
-    given = [f"{k}={v}" for k, v in r.sizes.items() if k in r.given]
+    explicit = [f"{k}={v}" for k, v in r.sizes.items() if k in r.given]
     default = [f"{k}={v}" for k, v in r.sizes.items() if k not in r.given]
     rows = [("model", r.origin)] if r.origin else []
-    rows += [("sizes", " ".join(given))] if given else []
+    rows += [("sizes", " ".join(explicit))] if explicit else []
     rows += [("preset", " ".join(default))] if default else []
     rows += [("unbound", " ".join(r.unbound))] if r.unbound else []
     yield grid(rows)
@@ -93,7 +93,7 @@ def _figure_rows(r: Facts) -> Iterator[tuple[str, str]]:
         if name in r.figures:
             figure = r.figures[name]
             label = f"  {short[name]}" if name in short else title
-            yield label, amount(figure.value, figure.unit) + _beside_ridge(r, name)
+            yield label, amount(figure.value, figure.unit) + _against_ridge(r, name)
             if name == "params":
                 yield from (("  not run", f"{show(n, '1')} in {clean(scope)}") for scope, n in r.unused_params.items())
         else:
@@ -107,7 +107,7 @@ def _ridge(times: Roofline) -> str:
     return f"{format_quantity(peak, 'FLOP/s')} / {bandwidth}"
 
 
-def _beside_ridge(r: Facts, name: str) -> str:
+def _against_ridge(r: Facts, name: str) -> str:
     if r.roofline is None or not r.roofline.ridge or "intensity" not in name:
         return ""
     value = r.roofline.fused_intensity if name.startswith("fused") else r.roofline.intensity
@@ -116,12 +116,12 @@ def _beside_ridge(r: Facts, name: str) -> str:
 
 def _peak_rows(r: Facts) -> Iterator[tuple[str, str]]:
     if r.peak.op is None:
-        yield from _open_peak(r.peak.regimes)
+        yield from _symbolic_peak(r.peak.regimes)
     else:
         yield "peak memory", amount(r.peak.value, "B")
-        yield "  peak at", _holder(r.peak.op, r.peak.phase)
-        for role, held in sorted(r.peak.by_role.items()):
-            yield f"  {role}", f"{show(held, 'B')}{_part_of(held, r.peak.value)}"
+        yield "  peak at", _peak_location(r.peak.op, r.peak.phase)
+        for role, role_bytes in sorted(r.peak.by_role.items()):
+            yield f"  {role}", f"{show(role_bytes, 'B')}{_part_of(role_bytes, r.peak.value)}"
     if r.peak.arch is not None:
         yield "  with workspaces", f"of CUDA's libraries and kernels on {clean(r.peak.arch)}"
     if r.hardware is not None:
@@ -130,33 +130,33 @@ def _peak_rows(r: Facts) -> Iterator[tuple[str, str]]:
             yield "  vendor's figure", str(r.hardware.memory)
 
 
-def _open_peak(cases: Sequence[Regime]) -> Iterator[tuple[str, str]]:
+def _symbolic_peak(cases: Sequence[Regime]) -> Iterator[tuple[str, str]]:
     """Show the symbolic peak: the part common to all cases, then the rest of each."""
     if len(cases) == 1:
         yield "peak memory", escape(show(cases[0].formula, "B"))
-        yield "  peak at", _holder(cases[0].op, cases[0].phase)
+        yield "  peak at", _peak_location(cases[0].op, cases[0].phase)
         return
-    common, rests = shared([case.formula for case in cases])
+    common, remainders = shared([case.formula for case in cases])
     yield "peak memory", escape(f"{factored(common, grouped=True)} + the largest of  [B]")
-    for case, rest in zip(cases, rests, strict=True):
-        yield "", f"{escape(formula_text(rest, grouped=True))}\n  at {_holder(case.op, case.phase)}"
+    for case, remainder in zip(cases, remainders, strict=True):
+        yield "", f"{escape(formula_text(remainder, grouped=True))}\n  at {_peak_location(case.op, case.phase)}"
 
 
-def _holder(op: str | None, phase: str | None) -> str:
-    return f"{clean(op)} ({phase or 'forward'})" if op else "what is there throughout"
+def _peak_location(op: str | None, phase: str | None) -> str:
+    return f"{clean(op)} ({phase or 'forward'})" if op else "tensors that live throughout"
 
 
-def _part_of(amount: Formula, whole: Formula) -> str:
-    return f", {percent(float(amount / whole))}" if whole else ""
+def _part_of(amount: Formula, total: Formula) -> str:
+    return f", {percent(float(amount / total))}" if total else ""
 
 
 def _capacity(r: Facts) -> str:
     assert r.hardware is not None
-    room = r.hardware.capacity()
-    text = format_bytes(room.value)
+    capacity = r.hardware.capacity()
+    text = format_bytes(capacity.value)
     if r.fits is None:
         return escape(f"{text}: whether it fits depends on {', '.join(r.unbound)}")
-    used = percent(float(r.peak.value) / float(room.value))
+    used = percent(float(r.peak.value) / float(capacity.value))
     return escape(f"{text}: {'fits' if r.fits else 'does NOT fit'}, {used} used")
 
 
@@ -164,25 +164,25 @@ def _time_rows(r: Facts) -> Iterator[tuple[str, str]]:
     if r.hardware is None:
         yield "time", "needs a device: --hardware NAME"
     elif r.roofline is None:
-        yield from _open_time_rows(r)
+        yield from _symbolic_time_rows(r)
     else:
         yield "time, lower bound", show(r.roofline.lower_bound, "s") + ", if operands start in device memory"
         by_bound: dict[str, float] = {}
         for row in r.roofline.rows:
             by_bound[str(row.bound)] = by_bound.get(str(row.bound), 0.0) + row.seconds
-        whole = sum(by_bound.values())
-        parts = [f"{percent(s / whole)} of it {b}-bound" for b, s in by_bound.items() if whole]
-        said = [show(r.roofline.estimate, "s"), *_overlapped(r.roofline, whole), *sorted(parts)]
-        yield "time, estimate", ", ".join(said)
+        total = sum(by_bound.values())
+        shares = [f"{percent(s / total)} of it {b}-bound" for b, s in by_bound.items() if total]
+        estimate = [show(r.roofline.estimate, "s"), *_overlapped(r.roofline, total), *sorted(shares)]
+        yield "time, estimate", ", ".join(estimate)
         yield from (("  note", escape(note)) for note in r.roofline.notes)
 
 
-def _overlapped(times: Roofline, whole: float) -> list[str]:
+def _overlapped(times: Roofline, serial: float) -> list[str]:
     """Return the time without overlap, for comparison with tables that have none."""
-    return [] if times.overlap == "none" else [f"{show(whole, 's')} if collectives waited"]
+    return [] if times.overlap == "none" else [f"{show(serial, 's')} without overlap of collectives"]
 
 
-def _open_time_rows(r: Facts) -> Iterator[tuple[str, str]]:
+def _symbolic_time_rows(r: Facts) -> Iterator[tuple[str, str]]:
     times = r.open_roofline
     if times is not None:
         yield "time, lower bound", escape(show(times.lower_bound, "s"))
@@ -194,34 +194,36 @@ def _open_time_rows(r: Facts) -> Iterator[tuple[str, str]]:
 def _table(title: str, head: str, parts: Sequence[Part], r: Facts) -> RenderableType:
     if any(isinstance(v, sympy.Expr) for p in parts for v in (p.value.flops, p.value.bytes)):
         return _formulas_by(title, head, parts, bound=True)
-    whole = sum((p.value for p in parts), start=Cost())
+    total = sum((p.value for p in parts), start=Cost())
     columns = [
         Column("name", read=_name, title=head, text=str), Column("FLOPs", "FLOP", lambda p: p.value.flops),
         Column("bytes", "B", lambda p: p.value.bytes),
     ]  # fmt: skip
     if r.roofline is None:
-        of = Column("of FLOPs", "%", lambda p: None if p.value is whole else p.value.flops, text=_share_of(whole.flops))
-        return listing(title, [*columns, of], [*parts, Part("total", whole, whole)])
+        share = Column(
+            "of FLOPs", "%", lambda p: None if p.value is total else p.value.flops, text=_share_of(total.flops)
+        )
+        return listing(title, [*columns, share], [*parts, Part("total", total, total)])
     columns += [
         Column("time", "s", lambda p: p.seconds), Column("of time", "%", lambda p: p.share, text=_share_of(1)),
         Column("bound", "%", lambda p: f"{p.bound} {100 * (p.bound_share or 0.0):.0f}%" if p.bound else ""),
     ]  # fmt: skip
-    return listing(title, columns, [*parts, Part("total", whole, whole, sum(p.seconds or 0.0 for p in parts))])
+    return listing(title, columns, [*parts, Part("total", total, total, sum(p.seconds or 0.0 for p in parts))])
 
 
-def _sent(rows: Sequence[Sent]) -> RenderableType:
+def _sent_table(rows: Sequence[Sent]) -> RenderableType:
     """Show the communication of a rank by mesh axis and collective."""
     if any(isinstance(v, sympy.Expr) for s in rows for v in (s.times, s.ring_bytes, s.seconds)):
-        found = [(s.axis, s.collective, formula_text(s.ring_bytes, grouped=True)) for s in rows]
+        formulas = [(s.axis, s.collective, formula_text(s.ring_bytes, grouped=True)) for s in rows]
         columns = [*texts("axis", "collective"), Column("ring bytes [B]", read=itemgetter(2), text=str)]
-        return listing("sent by a rank", columns, found, whole=["axis", "collective"], wide={"ring bytes [B]": 1})
+        return listing("sent by a rank", columns, formulas, whole=["axis", "collective"], wide={"ring bytes [B]": 1})
     amounts = [Column("times", "1"), Column("ring_bytes", "B", title="ring bytes")]
-    over = [Column("seconds", "s", title="time"), Column("link", title="over")] if any(s.link for s in rows) else []
-    return listing("sent by a rank", [Column("axis"), Column("collective"), *amounts, *over], rows)
+    links = [Column("seconds", "s", title="time"), Column("link", title="over")] if any(s.link for s in rows) else []
+    return listing("sent by a rank", [Column("axis"), Column("collective"), *amounts, *links], rows)
 
 
-def _share_of(whole: Formula) -> Callable[[Formula | None], str]:
-    return lambda part: "" if part is None or not whole else percent(float(part / whole))
+def _share_of(total: Formula) -> Callable[[Formula | None], str]:
+    return lambda part: "" if part is None or not total else percent(float(part / total))
 
 
 def _name(part: Part) -> str:
@@ -252,13 +254,13 @@ def _formulas(r: Facts) -> Iterator[RenderableType]:
 
 def _peak_formula(cases: Sequence[Regime]) -> Iterator[RenderableType]:
     """Write the part common to all cases once, then the rest of each with its op."""
-    common, rests = shared([case.formula for case in cases])
+    common, remainders = shared([case.formula for case in cases])
     if len(cases) > 1:
         yield _block("peak memory [B]: the largest of the cases below, each added to", factored(common, grouped=True))
-    for case, rest in zip(cases, rests, strict=True):
-        place = f"at {case.op or 'the start'} ({case.phase or 'forward'})"
-        label = f"  {place}" if len(cases) > 1 else f"peak memory [B] {place}"
-        yield _block(label, formula_text(rest, grouped=True))
+    for case, remainder in zip(cases, remainders, strict=True):
+        location = f"at {case.op or 'the start'} ({case.phase or 'forward'})"
+        label = f"  {location}" if len(cases) > 1 else f"peak memory [B] {location}"
+        yield _block(label, formula_text(remainder, grouped=True))
 
 
 def _block(title: str, text: str) -> RenderableType:
@@ -278,7 +280,7 @@ def sections(r: Facts, *, formulas: bool = False) -> Iterator[RenderableType]:
     if len(r.phases) > 1:
         yield _table(f"by phase{counted}", "phase", r.phases, r)
     if r.sent:
-        yield _sent(r.sent)
+        yield _sent_table(r.sent)
     if formulas:
         yield from _formulas(r)
 
@@ -293,13 +295,13 @@ def render(r: Facts, *, formulas: bool = False, width: int | None = None, color:
 
 def render_validation(validation: Validation, width: int | None = None, *, color: bool = False) -> str:
     """Return a validation's tables and results as text; `width` and `color` as in `draw`."""
-    of, found = validation.environment, validation.tables()
-    place = f"{clean(str(of['name']))}, torch {clean(str(of['torch']))}, {clean(str(of['date']))}"
-    parts = [
+    env, tables = validation.environment, validation.tables()
+    heading = f"{clean(str(env['name']))}, torch {clean(str(env['torch']))}, {clean(str(env['date']))}"
+    blocks = [
         listing(title, texts(*head, amounts=head[1:]), rows)
-        for title, (head, rows) in zip((place, "times"), found, strict=True)
+        for title, (head, rows) in zip((heading, "times"), tables, strict=True)
     ]
-    return draw([*parts, *(clean(text, 400) for text in validation.summary())], width, color=color)
+    return draw([*blocks, *(clean(text, 400) for text in validation.summary())], width, color=color)
 
 
 # -- training plan -----------------------------------------------------------------------------------------------------
@@ -319,22 +321,22 @@ def _record(row: PreflightCheck) -> dict[str, Any]:
     return dict(zip(_COLUMNS, values, strict=True))
 
 
-def plan_json(found: Preflight) -> str:
+def plan_json(plan: Preflight) -> str:
     """Return the checks as JSON: an object with a `schema`; unbound figures are formulas as strings."""
     data = {
-        "graph": found.graph,
-        "hardware": {"id": found.hardware.id, "name": found.hardware.name},
-        "devices": _value(found.devices),
-        "sizes": dict(found.sizes),
-        "ok": found.ok,
-        "checks": [_record(row) for row in found.rows],
+        "graph": plan.graph,
+        "hardware": {"id": plan.hardware.id, "name": plan.hardware.name},
+        "devices": _value(plan.devices),
+        "sizes": dict(plan.sizes),
+        "ok": plan.ok,
+        "checks": [_record(row) for row in plan.rows],
     }
     return as_json(PLAN_SCHEMA, data)
 
 
-def plan_csv(found: Preflight) -> str:
+def plan_csv(plan: Preflight) -> str:
     """Return the checks as CSV, one per line."""
-    return as_csv(_COLUMNS, (_record(row).values() for row in found.rows))
+    return as_csv(_COLUMNS, (_record(row).values() for row in plan.rows))
 
 
 def _amount(value: Formula, unit: str) -> str:
@@ -350,23 +352,23 @@ def _limit(row: PreflightCheck) -> str:
     return "" if row.limit is None else f"{row.against} {_amount(row.limit, row.unit)}"
 
 
-def _sections(found: Preflight) -> Iterator[RenderableType]:
-    count = "" if found.devices == 1 else f"{_amount(found.devices, '1')} x "
-    yield f"[bold]{clean(found.graph)} on {count}{clean(found.hardware.name)}[/bold]"
-    yield grid([("sizes", " ".join(f"{k}={v}" for k, v in found.sizes.items()))])
-    rows = [(row.name, _amount(row.figure, row.unit), _limit(row), row.verdict) for row in found.rows]
+def _sections(plan: Preflight) -> Iterator[RenderableType]:
+    count = "" if plan.devices == 1 else f"{_amount(plan.devices, '1')} x "
+    yield f"[bold]{clean(plan.graph)} on {count}{clean(plan.hardware.name)}[/bold]"
+    yield grid([("sizes", " ".join(f"{k}={v}" for k, v in plan.sizes.items()))])
+    rows = [(row.name, _amount(row.figure, row.unit), _limit(row), row.verdict) for row in plan.rows]
     yield listing("", texts("", "figure", "limit", ""), rows, whole=["figure"])
-    for row in found.rows:
-        for what, value in (("", row.figure), ("limit of ", row.limit)):
+    for row in plan.rows:
+        for prefix, value in (("", row.figure), ("limit of ", row.limit)):
             if isinstance(value, sympy.Expr):
-                yield Text(f"{what}{row.name.strip()} [{row.unit}]")
+                yield Text(f"{prefix}{row.name.strip()} [{row.unit}]")
                 yield Padding(Text(formula_text(value, grouped=True), overflow="fold"), (0, 0, 0, 4))
-    if found.ok is None:
-        yield "whether all is well depends on open sizes"
+    if plan.ok is None:
+        yield "the verdict depends on unbound sizes"
     else:
-        yield "all checks pass" if found.ok else "a check FAILS"
+        yield "all checks pass" if plan.ok else "a check FAILS"
 
 
-def render_plan(found: Preflight, *, width: int | None = None, color: bool = False) -> str:
+def render_plan(plan: Preflight, *, width: int | None = None, color: bool = False) -> str:
     """Return the checks as text; `width` and `color` as in `draw`."""
-    return draw(_sections(found), width, color=color)
+    return draw(_sections(plan), width, color=color)

@@ -1,26 +1,29 @@
 """Test utilities for op kinds: reference semantics, graph strategies and property checks.
 
-The library tests its own ops with these tools; use them for yours. Define an op kind's semantics at each index point
-with `meaning`, a hypothesis strategy with `sample`, then check the op with `hold`.
+The library tests its own ops with these tools; use them for yours. Define an op kind's values at each index point
+with `reference_semantics`, how to draw one with `strategy`, then check the op with `check_op`.
 """
+
+import warnings
+from typing import Any
 
 from . import (
     properties,
     semantics,
 )
 from .arithmetic import FUNCTIONS, Number, function, value
-from .check_op import (
-    hold,
-    missing,
-    search,
-)
 from .interpreter import (
-    MEANINGS,
+    REFERENCE_SEMANTICS,
     At,
     Counted,
     Run,
-    meaning,
+    reference_semantics,
     run,
+)
+from .op_checks import (
+    check_op,
+    missing,
+    search,
 )
 from .properties import (
     LAWS,
@@ -33,7 +36,7 @@ from .properties import (
 )
 from .ranks import check_sharded, run_ranks
 from .strategies import (
-    SAMPLES,
+    STRATEGIES,
     Case,
     DrawnPattern,
     Sketch,
@@ -44,9 +47,9 @@ from .strategies import (
     ops,
     patterns,
     points,
-    sample,
     sizes,
     spreads,
+    strategy,
 )
 
 __all__ = [
@@ -57,10 +60,10 @@ __all__ = [
     "FUNCTIONS",
     "LAWS",
     "Lesson",
-    "MEANINGS",
+    "REFERENCE_SEMANTICS",
     "Number",
     "Run",
-    "SAMPLES",
+    "STRATEGIES",
     "Sketch",
     "Spread",
     "TRAINING",
@@ -71,10 +74,10 @@ __all__ = [
     "dtypes",
     "function",
     "graphs",
-    "hold",
+    "check_op",
     "law",
     "losses",
-    "meaning",
+    "reference_semantics",
     "missing",
     "ops",
     "patterns",
@@ -82,10 +85,21 @@ __all__ = [
     "properties",
     "run",
     "run_ranks",
-    "sample",
+    "strategy",
     "search",
     "semantics",
     "sizes",
     "spreads",
     "value",
 ]
+
+
+#: Earlier names, available with a DeprecationWarning until the next release.
+_RENAMED = {"hold": check_op, "meaning": reference_semantics, "sample": strategy}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"testing.{name} is now testing.{_RENAMED[name].__name__}", DeprecationWarning, stacklevel=2)
+    return _RENAMED[name]

@@ -44,22 +44,22 @@ class Number:
         return Number(_TRANSCENDENTAL[name](np.float64(self.value)), self.tally)
 
     def __add__(self, other: object) -> Number:
-        return self.once(self.value + _plain(other))
+        return self.once(self.value + _value_of(other))
 
     def __sub__(self, other: object) -> Number:
-        return self.once(self.value - _plain(other))
+        return self.once(self.value - _value_of(other))
 
     def __rsub__(self, other: object) -> Number:
-        return self.once(_plain(other) - self.value)
+        return self.once(_value_of(other) - self.value)
 
     def __mul__(self, other: object) -> Number:
-        return self.once(self.value * _plain(other))
+        return self.once(self.value * _value_of(other))
 
     def __truediv__(self, other: object) -> Number:
-        return self.once(np.float64(self.value) / _plain(other))
+        return self.once(np.float64(self.value) / _value_of(other))
 
     def __rtruediv__(self, other: object) -> Number:
-        return self.once(_plain(other) / np.float64(self.value))
+        return self.once(_value_of(other) / np.float64(self.value))
 
     def __neg__(self) -> Number:
         return self.once(-self.value)
@@ -71,7 +71,7 @@ class Number:
         return self * other
 
 
-def _plain(x: object) -> Any:
+def _value_of(x: object) -> Any:
     return x.value if isinstance(x, Number) else x
 
 
@@ -97,19 +97,19 @@ _TRANSCENDENTAL: dict[str, Callable[[Any], Any]] = {
 
 
 def _larger(a: Any, b: Any) -> Number:
-    return _number(a, b).once(np.maximum(_plain(a), _plain(b)))
+    return _first_number(a, b).once(np.maximum(_value_of(a), _value_of(b)))
 
 
 def _smaller(a: Any, b: Any) -> Number:
-    return _number(a, b).once(np.minimum(_plain(a), _plain(b)))
+    return _first_number(a, b).once(np.minimum(_value_of(a), _value_of(b)))
 
 
 def _select(condition: Any, a: Any, b: Any) -> Number:
-    return _number(condition, a, b).once(_plain(a) if _plain(condition) else _plain(b))
+    return _first_number(condition, a, b).once(_value_of(a) if _value_of(condition) else _value_of(b))
 
 
-def _number(*given: Any) -> Number:
-    return next(x for x in given if isinstance(x, Number))
+def _first_number(*operands: Any) -> Number:
+    return next(x for x in operands if isinstance(x, Number))
 
 
 def _softplus(x: Number) -> Number:
@@ -135,11 +135,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "div": lambda a, b: a / b,
     "maximum": _larger,
     "minimum": _smaller,
-    "pow": lambda a, b: (b * Number(_plain(a), _number(a, b).tally).through("log")).through("exp"),
-    "eq": lambda a, b: _number(a, b).once(_plain(a) == _plain(b)),
-    "ne": lambda a, b: _number(a, b).once(_plain(a) != _plain(b)),
-    "less": lambda a, b: _number(a, b).once(_plain(a) < _plain(b)),
-    "logical_and": lambda a, b: _number(a, b).once(bool(_plain(a)) and bool(_plain(b))),
+    "pow": lambda a, b: (b * Number(_value_of(a), _first_number(a, b).tally).through("log")).through("exp"),
+    "eq": lambda a, b: _first_number(a, b).once(_value_of(a) == _value_of(b)),
+    "ne": lambda a, b: _first_number(a, b).once(_value_of(a) != _value_of(b)),
+    "less": lambda a, b: _first_number(a, b).once(_value_of(a) < _value_of(b)),
+    "logical_and": lambda a, b: _first_number(a, b).once(bool(_value_of(a)) and bool(_value_of(b))),
     "where": _select,
     "masked_fill": lambda x, mask: _select(mask, 0.0, x),
     "fma": lambda a, b, c: a * b + c,
@@ -182,15 +182,15 @@ def _quick_gelu_backward(g: Number, x: Number) -> Number:
 
 
 def _gelu_backward(g: Number, x: Number) -> Number:
-    inside = 0.5 * (1 + (x * _HALF).through("erf"))
-    return g * (inside + x * ((x * x * -0.5).through("exp") * _BELL))
+    cdf = 0.5 * (1 + (x * _HALF).through("erf"))
+    return g * (cdf + x * ((x * x * -0.5).through("exp") * _BELL))
 
 
 def _gelu_tanh_backward(g: Number, x: Number) -> Number:
     square = x * x
     t = (_GELU * (x + 0.044715 * (square * x))).through("tanh")
-    outer, inner = 0.5 * (1 + t), _GELU * (1 + 3 * 0.044715 * square)
-    return g * (outer + 0.5 * x * (1 - t * t) * inner)
+    gate, slope = 0.5 * (1 + t), _GELU * (1 + 3 * 0.044715 * square)
+    return g * (gate + 0.5 * x * (1 - t * t) * slope)
 
 
 def _softplus_backward(g: Number, x: Number) -> Number:
@@ -213,7 +213,7 @@ def _tanh_backward(g: Number, y: Number) -> Number:
 
 
 FUNCTIONS |= {
-    "less_equal": lambda a, b: _number(a, b).once(_plain(a) <= _plain(b)),
+    "less_equal": lambda a, b: _first_number(a, b).once(_value_of(a) <= _value_of(b)),
     "masked_scale": lambda a, b, c: a * b * c,
     "cubed": lambda x: x * x * x,
     "threshold_backward": lambda g, y: _select(y.once(y.value > 0), g, 0.0),
@@ -254,7 +254,7 @@ def function(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     GraphError
         If the name already has an implementation.
     """
-    return adding(FUNCTIONS, "a meaning", name, what="function")
+    return adding(FUNCTIONS, "reference semantics", name, what="function")
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------------
@@ -310,11 +310,11 @@ def value(expr: sympy.Expr | int | float, point: Mapping[str, int]) -> Fraction 
         return Fraction(float(expr))
     if expr is sympy.oo:
         return inf
-    inner: list[Any] = [value(a, point) for a in expr.args]
+    args: list[Any] = [value(a, point) for a in expr.args]
     kind = type(expr).__name__
     if kind == "Pow":
-        return _power(*inner)
+        return _power(*args)
     if kind not in _FOLDS:
         raise UnsupportedError(f"value of {expr}: {kind}, expected one of {', '.join(_FOLDS)} or a power")
-    made = _FOLDS[kind](inner)
-    return made if isinstance(made, float) else Fraction(made)
+    result = _FOLDS[kind](args)
+    return result if isinstance(result, float) else Fraction(result)

@@ -48,9 +48,9 @@ __all__ = [
     "position_of",
     "storage_bytes",
     "whole",
-    "MEANINGS",
+    "REFERENCE_SEMANTICS",
     "Meaning",
-    "meaning",
+    "reference_semantics",
     "scalars",
     "Event",
     "peak_of",
@@ -75,18 +75,18 @@ def storage_bytes(shape: Point, dtype: DType) -> Fraction:
     rows = 1
     for n in shape[:-1]:
         rows *= n
-    last = shape[-1] if shape else 1
+    columns = shape[-1] if shape else 1
     if shape and dtype.padded != (1, 1):
         rows += -rows % dtype.padded[1]
-        last += -last % dtype.padded[0]
-    bits = rows * last * dtype.bits
+        columns += -columns % dtype.padded[0]
+    bits = rows * columns * dtype.bits
     for scale in dtype.scale:
         if scale.per is None:
             bits += scale.bits
         elif scale.flat:
-            bits += ceil(rows * last / scale.per) * scale.bits
+            bits += ceil(rows * columns / scale.per) * scale.bits
         else:
-            bits += ceil(rows / scale.rows) * (ceil(last / scale.per) if scale.per else 1) * scale.bits
+            bits += ceil(rows / scale.rows) * (ceil(columns / scale.per) if scale.per else 1) * scale.bits
     return Fraction(bits, 8)
 
 
@@ -134,14 +134,14 @@ class Value:
 
     def address(self, index: Point) -> int:
         """Return an element's byte offset in the buffer."""
-        found: int = self._start + sum(map(mul, index, self._strides))
-        return found
+        offset: int = self._start + sum(map(mul, index, self._strides))
+        return offset
 
     @property
     def whole(self) -> bool:
         """Whether every index point holds a value."""
-        held = self.buffer.held
-        return self.limit is None and (held is None or len(held) == self.buffer.array.size)
+        written = self.buffer.held
+        return self.limit is None and (written is None or len(written) == self.buffer.array.size)
 
     def index(self) -> Iterator[Point]:
         """Yield every index point."""
@@ -153,17 +153,17 @@ class Value:
 
     def holds(self, index: Point, address: int | None = None) -> bool:
         """Whether an index point holds a value: it has been written and is in the domain."""
-        held, limit = self.buffer.held, self.limit
-        if held is not None and (self.address(index) if address is None else address) not in held:
+        written, limit = self.buffer.held, self.limit
+        if written is not None and (self.address(index) if address is None else address) not in written:
             return False
         return limit is None or bool(limit[index])
 
 
-def array_of(made: Any) -> Array:
+def array_of(stored: Any) -> Array:
     """Return a tensor's array; per-iteration storages are stacked."""
-    if isinstance(made, list):
-        return np.stack([array_of(v) for v in made]) if made else np.empty(0)
-    array: Array = made.array
+    if isinstance(stored, list):
+        return np.stack([array_of(v) for v in stored]) if stored else np.empty(0)
+    array: Array = stored.array
     return array
 
 
@@ -179,14 +179,14 @@ class Sizes:
 
     def __init__(self, point: Mapping[str, int]) -> None:
         self.point = dict(point)
-        self._known: dict[Poly, Any] = {}
+        self._values: dict[Poly, Any] = {}
 
     def __call__(self, p: Poly) -> Any:
         """Return the value of a formula, as an int if it is whole."""
-        if p not in self._known:
-            found = value(p.expr, self.point)
-            self._known[p] = int(found) if isinstance(found, Fraction) and found.denominator == 1 else found
-        return self._known[p]
+        if p not in self._values:
+            result = value(p.expr, self.point)
+            self._values[p] = int(result) if isinstance(result, Fraction) and result.denominator == 1 else result
+        return self._values[p]
 
     def of(self, fact: Any) -> Any:
         """Evaluate an op field, nested formulas included."""
@@ -207,22 +207,22 @@ class Sizes:
         """Return the mask of a shape for a domain over two of its axes."""
         domain, query, key = restriction
         pairs = self.pairs(domain, shape[query], shape[key])
-        found = np.empty(shape, dtype=bool)
+        mask = np.empty(shape, dtype=bool)
         for index in np.ndindex(*shape):
-            found[index] = pairs[index[query], index[key]]
-        return found
+            mask[index] = pairs[index[query], index[key]]
+        return mask
 
     def pairs(self, domain: Domain, queries: int, keys: int) -> Array:
         """Return a domain's attention mask (queries x keys) for the running rank."""
-        place, parts = 0, 1
+        rank, ranks = 0, 1
         for axis, n in domain.ranks:
-            place, parts = place * self(n) + RANK.get().get(axis, 0), parts * self(n)
-        own = np.arange(queries)[:, None] + place * queries + keys - queries * parts
+            rank, ranks = rank * self(n) + RANK.get().get(axis, 0), ranks * self(n)
+        query_positions = np.arange(queries)[:, None] + rank * queries + keys - queries * ranks
         key, window = np.arange(keys)[None], None if domain.window is None else self(domain.window)
-        found: Array = key <= own if domain.causal else np.ones((queries, keys), dtype=bool)
+        mask: Array = key <= query_positions if domain.causal else np.ones((queries, keys), dtype=bool)
         if window is not None:
-            found &= (key > own - window) & (domain.causal | (key < own + window))
-        return found
+            mask &= (key > query_positions - window) & (domain.causal | (key < query_positions + window))
+        return mask
 
 
 @dataclass
@@ -298,11 +298,11 @@ class At(Generic[K_co]):
 
     def _new(self, t: Tensor, like: Array | None) -> Value:
         shape = tuple(self.sizes(n) for n in t.sizes)
-        place = self.placed.get(t, self.placed.get(t.storage))
-        if place is not None:
-            if place.array.shape != shape:
-                raise GraphError(f"{t.name!r}: {shape} elements for a slice of {place.array.shape}")
-            return Value(place.array, place.buffer)
+        preallocated = self.placed.get(t, self.placed.get(t.storage))
+        if preallocated is not None:
+            if preallocated.array.shape != shape:
+                raise GraphError(f"{t.name!r}: shape {shape} in a stack slice of shape {preallocated.array.shape}")
+            return Value(preallocated.array, preallocated.buffer)
         # float64 represents every format exactly, and NaN marks unwritten elements
         array = np.full(shape, np.nan) if like is None else np.full_like(like, np.nan, dtype=float, order="K")
         buffer = Buffer(t.name + self.where, storage_bytes(shape, t.dtype), array, inside=self.inside, held=set())
@@ -331,11 +331,11 @@ def whole(function: Callable[[At[Any]], Array], to: int = 0) -> Callable[[At[Any
     """Make semantics that write a whole array to a result, within its domain."""
 
     def run(at: At[OpKind]) -> None:
-        found, v = function(at), at.result(to)
-        held = at.sizes.held(at.op.results[to])
-        v.array[held] = np.broadcast_to(found, v.array.shape)[held]
+        array, v = function(at), at.result(to)
+        mask = at.sizes.held(at.op.results[to])
+        v.array[mask] = np.broadcast_to(array, v.array.shape)[mask]
         if v.buffer.held is not None:
-            v.buffer.held.update(v.address(index) for index in map(tuple, np.argwhere(held).tolist()))
+            v.buffer.held.update(v.address(index) for index in map(tuple, np.argwhere(mask).tolist()))
 
     return run
 
@@ -346,10 +346,10 @@ K = TypeVar("K", bound=OpKind)
 Meaning = Callable[[At[Any]], None]
 
 #: Reference semantics of each op kind without a body.
-MEANINGS: dict[type[OpKind], Meaning] = {}
+REFERENCE_SEMANTICS: dict[type[OpKind], Meaning] = {}
 
 
-def meaning(*kinds: type[K]) -> Callable[[Callable[[At[K]], None]], Callable[[At[K]], None]]:
+def reference_semantics(*kinds: type[K]) -> Callable[[Callable[[At[K]], None]], Callable[[At[K]], None]]:
     """Define the reference semantics of op kinds, index point by index point, so that their cost rules can be checked.
 
     Parameters
@@ -368,19 +368,19 @@ def meaning(*kinds: type[K]) -> Callable[[Callable[[At[K]], None]], Callable[[At
     GraphError
         If a kind already has semantics.
     """
-    return adding(MEANINGS, "a meaning", *kinds)
+    return adding(REFERENCE_SEMANTICS, "reference semantics", *kinds)
 
 
 # -- contractions ------------------------------------------------------------------------------------------------
 
 
-def _place(dim: Axes | Affine, at: Mapping[str, int], extents: Mapping[str, int]) -> int:
+def _position(dim: Axes | Affine, point: Mapping[str, int], extents: Mapping[str, int]) -> int:
     """Return the position along one tensor dimension at an index point."""
     if isinstance(dim, Affine):
-        return sum(step * at[name] for name, step in dim.terms) + dim.offset
+        return sum(step * point[name] for name, step in dim.terms) + dim.offset
     position = 0
     for name in dim.names:
-        position = position * extents[name] + at[name]
+        position = position * extents[name] + point[name]
     return position
 
 
@@ -394,7 +394,7 @@ def _inside(index: Point, shape: Point) -> bool:
     return all(map(lt, index, shape)) and (not index or min(index) >= 0)
 
 
-@meaning(Einsum)
+@reference_semantics(Einsum)
 def _einsum(at: At[Einsum]) -> None:
     pattern, extents, restriction = at.kind.pattern, at.of(at.kind.extents), at.kind.domain
     overlapping = any(isinstance(d, Affine) and len(d.terms) > 1 for d in pattern.result)
@@ -404,22 +404,22 @@ def _einsum(at: At[Einsum]) -> None:
         array[...] = 0
     else:
         domain, q, k = restriction
-        seen = at.sizes.pairs(domain, extents[q], extents[k])
+        visible = at.sizes.pairs(domain, extents[q], extents[k])
     for point in _index_points(extents):
-        if restriction is not None and not seen[point[q], point[k]]:
+        if restriction is not None and not visible[point[q], point[k]]:
             at.tally.full += 2 if summed else 0
             continue
-        out = tuple(_place(d, point, extents) for d in pattern.result)
+        target = tuple(_position(d, point, extents) for d in pattern.result)
         term = 1.0
         for i, dims in enumerate(pattern.operands):
-            index = tuple(_place(d, point, extents) for d in dims)
+            index = tuple(_position(d, point, extents) for d in dims)
             term = term * at.read(i, *index) if _inside(index, at.operands[i].array.shape) else 0.0
         _charge(at, summed)
-        if _inside(out, array.shape):
-            before = array.item(out)
-            at.write(term + (0 if isnan(before) else before), *out)
-    own = {d.names for d in pattern.result if isinstance(d, Axes)}
-    if restriction is None or not {(n,) for n in restriction[1:]} <= own:
+        if _inside(target, array.shape):
+            previous = array.item(target)
+            at.write(term + (0 if isnan(previous) else previous), *target)
+    result_axes = {d.names for d in pattern.result if isinstance(d, Axes)}
+    if restriction is None or not {(n,) for n in restriction[1:]} <= result_axes:
         _fill_unreached(at)
     if at.kind.orders is not None:
         cheapest = _cheapest([set(_names(d)) for d in pattern.operands], set(pattern.result_names), extents)
@@ -429,9 +429,9 @@ def _einsum(at: At[Einsum]) -> None:
 def _fill_unreached(at: At[OpKind]) -> None:
     """Write the zeros of empty sums: fully masked rows, and positions that no index reaches."""
     v = at.result()
-    written = at.written_at.get(v.buffer, set())
+    reached = at.written_at.get(v.buffer, set())
     for index in v.index():
-        if v.address(index) not in written:
+        if v.address(index) not in reached:
             at.write(0.0, *index)
 
 
@@ -452,68 +452,72 @@ def _cheapest(operands: list[set[str]], result: set[str], extents: Mapping[str, 
     """Return the fewest FLOPs over all pairwise contraction orders."""
     if len(operands) == 1:
         return 0
-    found = []
+    costs = []
     for i, j in combinations(range(len(operands)), 2):
-        rest = [o for n, o in enumerate(operands) if n not in (i, j)]
+        others = [o for n, o in enumerate(operands) if n not in (i, j)]
         axes = operands[i] | operands[j]
-        kept = axes & result.union(*rest)
+        kept_axes = axes & result.union(*others)
         points = sum(1 for _ in _index_points({n: extents[n] for n in sorted(axes)}))
-        found.append(points * (2 if axes - kept else 1) + _cheapest([*rest, kept], result, extents))
-    return min(found)
+        costs.append(points * (2 if axes - kept_axes else 1) + _cheapest([*others, kept_axes], result, extents))
+    return min(costs)
 
 
 def _flat(pattern: Pattern, index: Point, shape: Point) -> int:
     """Return an element's flat position along the windowed axes."""
-    out = 0
+    position = 0
     for d, i, n in zip(pattern.operands[0], index, shape, strict=True):
-        out = out * n + i if isinstance(d, Affine) else out
-    return out
+        position = position * n + i if isinstance(d, Affine) else position
+    return position
 
 
 def _shares(kind: PoolingBase, extents: Mapping[str, int], shape: Point) -> dict[Point, int]:
     """Return the number of elements in each window's mean."""
-    found: dict[Point, int] = {}
+    counts: dict[Point, int] = {}
     for point in _index_points(extents):
-        index = tuple(_place(d, point, extents) for d in kind.pattern.operands[0])
-        to = tuple(_place(d, point, extents) for d in kind.pattern.result)
-        found[to] = found.get(to, 0) + (not kind.inside or _inside(index, shape))
-    return found
+        index = tuple(_position(d, point, extents) for d in kind.pattern.operands[0])
+        target = tuple(_position(d, point, extents) for d in kind.pattern.result)
+        counts[target] = counts.get(target, 0) + (not kind.inside or _inside(index, shape))
+    return counts
 
 
-@meaning(Unpool)
+@reference_semantics(Unpool)
 def _unpool(at: At[Unpool]) -> None:
     """Route each window's gradient to its maximum, or spread it evenly over the window."""
     pattern, extents, largest = at.kind.pattern, at.of(at.kind.extents), at.kind.operation == "max"
-    out, window = at.result().array, prod(n for name, n in extents.items() if name not in pattern.result_names)
-    out[...] = 0
-    shares = _shares(at.kind, extents, out.shape)
+    gradient, window = at.result().array, prod(n for name, n in extents.items() if name not in pattern.result_names)
+    gradient[...] = 0
+    shares = _shares(at.kind, extents, gradient.shape)
     slid = {n: extents.pop(n) for n in pattern.result_names}
     for start in _index_points(slid):
-        to = tuple(_place(d, start, slid) for d in pattern.result)
-        share = at.read(0, *to) / (1 if largest else shares[to])
-        place = at.read(2, *to) if largest else None
+        window_index = tuple(_position(d, start, slid) for d in pattern.result)
+        share = at.read(0, *window_index) / (1 if largest else shares[window_index])
+        argmax = at.read(2, *window_index) if largest else None
         at.tally.pointwise += 1 if largest else window
         for point in _index_points(extents):
-            index = tuple(_place(d, start | point, slid | extents) for d in pattern.operands[0])
-            if _inside(index, out.shape) and (not largest or place == _flat(pattern, index, out.shape)):
-                at.write(out[index] + share, *index)
+            index = tuple(_position(d, start | point, slid | extents) for d in pattern.operands[0])
+            if _inside(index, gradient.shape) and (not largest or argmax == _flat(pattern, index, gradient.shape)):
+                at.write(gradient[index] + share, *index)
     _fill_unreached(at)
 
 
-@meaning(Pool)
+@reference_semantics(Pool)
 def _pool(at: At[Pool]) -> None:
     pattern, extents = at.kind.pattern, at.of(at.kind.extents)
-    out, shape = at.result().array, at.operands[0].array.shape
+    pooled, shape = at.result().array, at.operands[0].array.shape
     largest, shares = at.kind.operation == "max", _shares(at.kind, extents, shape)
     for point in _index_points(extents):
-        index = tuple(_place(d, point, extents) for d in pattern.operands[0])
-        to = tuple(_place(d, point, extents) for d in pattern.result)
+        index = tuple(_position(d, point, extents) for d in pattern.operands[0])
+        target = tuple(_position(d, point, extents) for d in pattern.result)
         x = at.read(0, *index) if _inside(index, shape) else (-np.inf if largest else 0.0)
-        old = out[to]
-        if at.kind.indices and (np.isnan(old) or x > old):
-            at.write(_flat(pattern, index, shape), *to, to=1)
-        new = (x if np.isnan(old) else max(old, x)) if largest else x / shares[to] + (0 if np.isnan(old) else old)
-        at.write(new, *to)
+        previous = pooled[target]
+        if at.kind.indices and (np.isnan(previous) or x > previous):
+            at.write(_flat(pattern, index, shape), *target, to=1)
+        updated = (
+            (x if np.isnan(previous) else max(previous, x))
+            if largest
+            else x / shares[target] + (0 if np.isnan(previous) else previous)
+        )
+        at.write(updated, *target)
         at.tally.pointwise += 1
 
 
@@ -526,7 +530,7 @@ def _aligned(index: Point, shape: Point) -> Point:
     return tuple(0 if n == 1 else i for i, n in zip(tail, shape, strict=True))
 
 
-def _common(at: At[OpKind], result: Value) -> Iterator[Point]:
+def _common_points(at: At[OpKind], result: Value) -> Iterator[Point]:
     """Yield the index points of the result at which every operand holds a value."""
     partial = [v for v in at.operands if not v.whole]
     for index in result.index():
@@ -534,16 +538,16 @@ def _common(at: At[OpKind], result: Value) -> Iterator[Point]:
             yield index
 
 
-def _like(at: At[OpKind]) -> Any:
+def _elementwise_layout(at: At[OpKind]) -> Any:
     """Let NumPy choose the layout of an elementwise result.
 
     If operands differ in axis order, NumPy prefers C order. Torch, and this library, take the order of the first.
     """
     arrays = [v.array for v in at.operands]
     shape = np.broadcast_shapes(*(a.shape for a in arrays))
-    whole = [a for a in arrays if a.shape == shape and 0 not in a.strides]
-    if whole and (whole[0] is arrays[0] or len({np.empty_like(a).strides for a in whole}) > 1):
-        arrays = whole[:1]
+    unbroadcast = [a for a in arrays if a.shape == shape and 0 not in a.strides]
+    if unbroadcast and (unbroadcast[0] is arrays[0] or len({np.empty_like(a).strides for a in unbroadcast}) > 1):
+        arrays = unbroadcast[:1]
     flags: Any = [["readonly"]] * len(arrays) + [["writeonly", "allocate"]]
     return np.nditer([*arrays, None], op_flags=flags, order="K").operands[-1]
 
@@ -554,7 +558,7 @@ def scalars(at: At[Pointwise]) -> tuple[Any, ...]:
     return tuple(n if n is None else number(n) for n in at.of(at.kind.scalars) or (None,) * len(at.operands))
 
 
-@meaning(Pointwise)
+@reference_semantics(Pointwise)
 def _pointwise(at: At[Pointwise]) -> None:
     name = at.kind.function.name
     if at.kind.overwrites():
@@ -563,37 +567,39 @@ def _pointwise(at: At[Pointwise]) -> None:
         _mask(at, 0.0 if name.endswith("backward") else -np.inf)
         return
     if name not in FUNCTIONS:
-        raise UnsupportedError(f"function {name!r} has no meaning, expected one from costgraph.testing.function")
-    result = at.result(like=_like(at))
+        raise UnsupportedError(
+            f"function {name!r} has no reference semantics, expected one from costgraph.testing.function"
+        )
+    result = at.result(like=_elementwise_layout(at))
     template = scalars(at)
-    for index in _common(at, result):
-        given, operands = [], iter(enumerate(at.operands))
+    for index in _common_points(at, result):
+        arguments, operands = [], iter(enumerate(at.operands))
         for scalar in template:
             if scalar is None:
                 i, v = next(operands)
-                given.append(at.number(i, *_aligned(index, v.array.shape)))
+                arguments.append(at.number(i, *_aligned(index, v.array.shape)))
             else:
-                given.append(Number(scalar, at.tally))
-        at.write(FUNCTIONS[name](*given), *index)
+                arguments.append(Number(scalar, at.tally))
+        at.write(FUNCTIONS[name](*arguments), *index)
 
 
 def _mask(at: At[Pointwise], hidden: float) -> None:
     domain = at.kind.masked
-    result = at.result(like=_like(at))
-    seen = None if domain is None else at.sizes.pairs(domain, *result.array.shape[-2:])
+    result = at.result(like=_elementwise_layout(at))
+    visible = None if domain is None else at.sizes.pairs(domain, *result.array.shape[-2:])
     backward = hidden == 0  # gradients are zero outside the domain
-    for index in list(result.index() if backward else _common(at, result)):
+    for index in list(result.index() if backward else _common_points(at, result)):
         x = at.number(0, *index) if at.operands[0].holds(index) else Number(hidden, at.tally)
-        at.write(x.once(x.value if seen is None or seen[index[-2:]] else hidden), *index)
+        at.write(x.once(x.value if visible is None or visible[index[-2:]] else hidden), *index)
 
 
-@meaning(Dropout)
+@reference_semantics(Dropout)
 def _dropout(at: At[Dropout]) -> None:
     p = at.kind.p
-    like = _like(at)
+    like = _elementwise_layout(at)
     result, _ = at.result(0, like), at.result(1, like)
     draw = np.random.default_rng(0)
-    for index in _common(at, result):
+    for index in _common_points(at, result):
         x = at.number(0, *index)
         keep = float(draw.random() >= p)
         at.write(x * keep * (1 / (1 - p)), *index)
@@ -611,21 +617,21 @@ _STEPS: dict[str, tuple[float, Callable[[Any, Any], Any]]] = {
 }
 
 
-@meaning(Reduce)
+@reference_semantics(Reduce)
 def _reduce(at: At[Reduce]) -> None:
     pattern, operation = at.kind.pattern, at.kind.operation
     names = [d.names[0] if d.names else None for d in pattern.operands[0]]
     places = [names.index(d.names[0]) if d.names else None for d in pattern.result]
-    gone = [i for i in range(len(names)) if i not in places]
-    kept: dict[Point, dict[Point, Any]] = {}
+    reduced_axes = [i for i in range(len(names)) if i not in places]
+    rows: dict[Point, dict[Point, Any]] = {}
     for index in at.operands[0].points():
-        out = tuple(0 if p is None else index[p] for p in places)
-        kept.setdefault(out, {})[tuple(index[i] for i in gone)] = at.read(0, *index)
+        target = tuple(0 if p is None else index[p] for p in places)
+        rows.setdefault(target, {})[tuple(index[i] for i in reduced_axes)] = at.read(0, *index)
         at.tally.pointwise += 1  # the division of a mean is fused with its last addition
-    for out in at.result().index():
+    for target in at.result().index():
         # fully masked rows have a result too
-        if out in kept or at.op.results[0].domain is None:
-            at.write(_reduced(operation, kept.get(out, {})), *out)
+        if target in rows or at.op.results[0].domain is None:
+            at.write(_reduced(operation, rows.get(target, {})), *target)
 
 
 def _reduced(operation: str, elements: dict[Point, Any]) -> Any:
@@ -641,7 +647,7 @@ def _reduced(operation: str, elements: dict[Point, Any]) -> Any:
 # -- data movement -----------------------------------------------------------------------------------------------------
 
 
-@meaning(Rearrange)
+@reference_semantics(Rearrange)
 def _rearrange(at: At[Rearrange]) -> None:
     """Permute and reshape axes; copy elementwise if NumPy cannot make a view."""
     split, order, merged = at.of(at.kind.split), at.kind.order, at.of(at.kind.merged)
@@ -652,31 +658,31 @@ def _rearrange(at: At[Rearrange]) -> None:
     result, v = at.view(moved, copy=at.kind.copy), at.operands[0]
     if result.buffer is v.buffer:
         return
-    where = np.empty(v.array.shape, dtype=object)
+    source_index = np.empty(v.array.shape, dtype=object)
     for index in v.index():
-        where[index] = index
-    where = moved(where)
+        source_index[index] = index
+    source_index = moved(source_index)
     for index in result.index():
-        if v.holds(where[index]):
-            at.write(at.read(0, *where[index]), *index)
+        if v.holds(source_index[index]):
+            at.write(at.read(0, *source_index[index]), *index)
 
 
-@meaning(Slice)
+@reference_semantics(Slice)
 def _slice(at: At[Slice]) -> None:
     axis, start, size, step = at.kind.axis, at.of(at.kind.start), at.of(at.kind.size), at.kind.step
     array = at.operands[0].array
     if not 0 <= start <= start + max(size - 1, 0) * step < array.shape[axis] + (not size):
-        raise GraphError(f"slice {at.op.name!r} of {array.shape}: {size} from {start} by {step} lie outside")
+        raise GraphError(f"slice {at.op.name!r} of {array.shape}: {size} from {start} by {step} is out of bounds")
     # empty if a loop has no iterations left between its first and its last
     key = (slice(None),) * axis + (slice(start, start + (size - 1) * step + 1 if size else start, step),)
     at.view(lambda array: array[key])
 
 
-@meaning(Expand)
+@reference_semantics(Expand)
 def _expand(at: At[Expand]) -> None:
-    kept, sizes, domain = at.kind.kept, at.of(at.kind.sizes), at.kind.domain
-    places = [k for k in kept if k is not None]
-    index = tuple(None if k is None else slice(None) for k in kept)
+    kept_axes, sizes, domain = at.kind.kept, at.of(at.kind.sizes), at.kind.domain
+    places = [k for k in kept_axes if k is not None]
+    index = tuple(None if k is None else slice(None) for k in kept_axes)
 
     def repeated(array: Any) -> Any:
         # a broadcast axis of size 1 is not a kept axis
@@ -686,21 +692,26 @@ def _expand(at: At[Expand]) -> None:
         strides = [0 if n == 1 else s for n, s in zip(array.shape, array.strides, strict=True)]
         return np.lib.stride_tricks.as_strided(array, sizes, strides)
 
-    made = at.view(repeated)
+    result = at.view(repeated)
     if domain is not None:  # gradient of a restricted tensor
-        at.made[0] = Value(made.array, made.buffer, at.sizes.seen(domain, sizes))
+        at.made[0] = Value(result.array, result.buffer, at.sizes.seen(domain, sizes))
 
 
-@meaning(Concat)
+@reference_semantics(Concat)
 def _concat(at: At[Concat]) -> None:
-    axis, new, done = at.kind.axis, at.kind.stacked, 0
+    axis, stacked, offset = at.kind.axis, at.kind.stacked, 0
     for i, v in enumerate(at.operands):
         for index in v.points():
-            at.write(at.read(i, *index), *index[:axis], done + (0 if new else index[axis]), *index[axis + 1 - new :])
-        done += 1 if new else v.array.shape[axis]
+            at.write(
+                at.read(i, *index),
+                *index[:axis],
+                offset + (0 if stacked else index[axis]),
+                *index[axis + 1 - stacked :],
+            )
+        offset += 1 if stacked else v.array.shape[axis]
 
 
-@meaning(Transfer)
+@reference_semantics(Transfer)
 def _transfer(at: At[Transfer]) -> None:
     if at.kind.into:
         at.made[0] = at.operands[0]
@@ -708,7 +719,7 @@ def _transfer(at: At[Transfer]) -> None:
         at.write(at.read(len(at.operands) - 1, *index), *index)
 
 
-@meaning(Arange)
+@reference_semantics(Arange)
 def _arange(at: At[Arange]) -> None:
     for i in range(at.of(at.kind.size)):
         at.write(at.of(at.kind.start) + (-i if at.kind.back else i), i)
@@ -731,38 +742,38 @@ class Event:
     """workspace in bytes"""
 
 
-def peak_of(events: Sequence[Event], throughout: Iterable[Buffer], kept: Iterable[Buffer]) -> tuple[Any, str]:
+def peak_of(events: Sequence[Event], throughout: Iterable[Buffer], outputs: Iterable[Buffer]) -> tuple[Any, str]:
     """Return the peak device memory in bytes, and the first op that reaches it (empty if no op ran).
 
-    Buffers in `throughout` are live all the time. The outputs in `kept` are live from their allocation to the end.
+    Buffers in `throughout` are live all the time. Buffers in `outputs` are live from their allocation to the end.
     """
-    last: dict[Buffer, int] = {}
-    events = [_of_device(event) for event in events]
+    last_use: dict[Buffer, int] = {}
+    events = [_device_event(event) for event in events]
     throughout = [b for b in throughout if not b.host]
     for i, event in enumerate(events):
         for buffer in (*event.made, *event.touched):
-            last[buffer] = i
-    for buffer in kept:
-        last[buffer] = len(events)
+            last_use[buffer] = i
+    for buffer in outputs:
+        last_use[buffer] = len(events)
     live = set(throughout)
     fixed = set(live)
-    most, where = sum((b.bytes for b in live), start=Fraction(0)), ""
-    taken = most
+    peak, peak_op = sum((b.bytes for b in live), start=Fraction(0)), ""
+    live_bytes = peak
     for i, event in enumerate(events):
-        new = set(event.made) - live
-        live |= new
-        taken += sum(b.bytes for b in new)
-        if taken + event.workspace > most:
-            most, where = taken + event.workspace, event.op
-        gone = {b for b in (*event.made, *event.touched) if b in live and b not in fixed and last[b] <= i}
-        live -= gone
-        taken -= sum(b.bytes for b in gone)
-    return most, where
+        allocated = set(event.made) - live
+        live |= allocated
+        live_bytes += sum(b.bytes for b in allocated)
+        if live_bytes + event.workspace > peak:
+            peak, peak_op = live_bytes + event.workspace, event.op
+        freed = {b for b in (*event.made, *event.touched) if b in live and b not in fixed and last_use[b] <= i}
+        live -= freed
+        live_bytes -= sum(b.bytes for b in freed)
+    return peak, peak_op
 
 
-def _of_device(event: Event) -> Event:
-    made, touched = ([b for b in found if not b.host] for found in (event.made, event.touched))
-    return Event(event.op, made, touched, event.workspace)
+def _device_event(event: Event) -> Event:
+    allocated, touched = ([b for b in buffers if not b.host] for buffers in (event.made, event.touched))
+    return Event(event.op, allocated, touched, event.workspace)
 
 
 # -- interpreter -------------------------------------------------------------------------------------------------------
@@ -842,7 +853,7 @@ class Run:
     @property
     def bytes_moved(self) -> Any:
         """Bytes read and written by all ops, each as its own kernel."""
-        return _whole(sum(c.read + c.written for c in self.ops.values()))
+        return _as_int(sum(c.read + c.written for c in self.ops.values()))
 
     @property
     def repeats(self) -> bool:
@@ -852,7 +863,7 @@ class Run:
     @cached_property
     def peak(self) -> Any:
         """Peak memory in bytes."""
-        return _whole(peak_of(self.events, self.buffers, self._kept)[0])
+        return _as_int(peak_of(self.events, self.buffers, self._kept)[0])
 
     _kept: list[Buffer] = field(default_factory=list)
 
@@ -877,7 +888,7 @@ def run(
     seed : int
         Seed of the random numbers.
     meanings : mapping of type to callable, optional
-        Semantics of op kinds, by default `costgraph.testing.MEANINGS`.
+        Semantics of op kinds, by default `costgraph.testing.REFERENCE_SEMANTICS`.
     **dims : int
         A size for every dimension without a default. Small primes reveal most errors.
 
@@ -916,15 +927,17 @@ def run(
         raise GraphError(
             f"run of graph {graph.name!r}: value for {odd!r}, expected one of {', '.join(sorted(sources))}"
         )
-    interpreter = _Interpreter(Sizes(point), dict(inputs or {}), seed, MEANINGS if meanings is None else meanings)
+    interpreter = _Interpreter(
+        Sizes(point), dict(inputs or {}), seed, REFERENCE_SEMANTICS if meanings is None else meanings
+    )
     env: dict[Tensor, Any] = {}
     with np.errstate(all="ignore"):
         interpreter.graph(graph, env, "", {}, inside=False)
-    out = interpreter.out
-    out.outputs = tuple(array_of(env[t]) for t in graph.outputs)
-    out.gradients = {t.name: array_of(env[g]) for t, g in graph.gradients.items()}
-    out._kept = [v.buffer for t in (*graph.outputs, *graph.gradients.values()) for v in members(env[t])]
-    return out
+    result = interpreter.out
+    result.outputs = tuple(array_of(env[t]) for t in graph.outputs)
+    result.gradients = {t.name: array_of(env[g]) for t, g in graph.gradients.items()}
+    result._kept = [v.buffer for t in (*graph.outputs, *graph.gradients.values()) for v in members(env[t])]
+    return result
 
 
 class _Interpreter:
@@ -938,7 +951,7 @@ class _Interpreter:
         self.random = np.random.default_rng(seed)
         self.meanings = meanings
         self.out = Run(sizes)
-        self.new: list[Buffer] = []  # allocated since the last op
+        self.allocated: list[Buffer] = []  # allocated since the last op
         self.index = [0]  # iterations of the enclosing loops
         self.stacks: dict[Storage, Value] = {}  # preallocated outputs, written in slices
 
@@ -962,17 +975,20 @@ class _Interpreter:
                 op = taken(op)
             if isinstance(op.kind, KeepAlive) and not isinstance(env[op.operands[0]], Value):  # stacked, or absent
                 env[op.results[0]] = env[op.operands[0]]
-                self.out.events.append(Event(op.name + where, self.new, [v.buffer for v in flat(op, env) if v]))
-                self.new = []
+                self.out.events.append(Event(op.name + where, self.allocated, [v.buffer for v in flat(op, env) if v]))
+                self.allocated = []
                 continue
-            there = placed | self.slices(op)
+            preallocated = placed | self.slices(op)
             if isinstance(op.kind, Kernel):
-                at = self.kernel(op, env, where, there, inside=inside)
+                at = self.kernel(op, env, where, preallocated, inside=inside)
             else:
-                at = At(op, self.sizes, flat(op, env), there, inside, where)
+                at = At(op, self.sizes, flat(op, env), preallocated, inside, where)
                 if type(op.kind) not in self.meanings:
-                    what, expected = f"op kind {op.kind.name!r} of {op.name!r}", "one from costgraph.testing.meaning"
-                    raise UnsupportedError(f"{what} has no meaning, expected {expected}")
+                    description, expected = (
+                        f"op kind {op.kind.name!r} of {op.name!r}",
+                        "one from costgraph.testing.reference_semantics",
+                    )
+                    raise UnsupportedError(f"{description} has no reference semantics, expected {expected}")
                 self.meanings[type(op.kind)](at)
             self.finish(at, env, inside=inside)
             if isinstance(op.kind, Empty):
@@ -984,16 +1000,16 @@ class _Interpreter:
         """Return where the results of an unrolled iteration lie in stacked outputs."""
         if isinstance(op.kind, Empty):  # allocates a new stack
             return {}
-        return {t: place for t in op.results if (place := self.place(t)) is not None}
+        return {t: stack_slice for t in op.results if (stack_slice := self.stack_slice(t)) is not None}
 
-    def place(self, t: Tensor) -> Value | None:
+    def stack_slice(self, t: Tensor) -> Value | None:
         """Return the stack slice that a tensor lies in, or None."""
         stack = self.stacks.get(t.storage)
         if stack is None or t.touched != t.numel:  # broadcast views are never written
             return None
         shape, start = tuple(self.sizes(n) for n in t.sizes), self.sizes(t.offset)
-        part = stack.array.reshape(-1)[start : start + int(np.prod(shape))].reshape(shape)
-        return Value(part, stack.buffer)
+        elements = stack.array.reshape(-1)[start : start + int(np.prod(shape))].reshape(shape)
+        return Value(elements, stack.buffer)
 
     def source(self, t: Tensor, where: str) -> Any:
         """Create an input, parameter, buffer or cache, one per iteration in the body of a Repeat."""
@@ -1004,7 +1020,7 @@ class _Interpreter:
     def stored(self, t: Tensor, array: Array, where: str, pieces: int) -> Any:
         """Store an array in one buffer, or in one buffer per position of its leading axes."""
         if pieces:
-            return [self.stored(t, part, f"{where}[{i}]", pieces - 1) for i, part in enumerate(array)]
+            return [self.stored(t, piece, f"{where}[{i}]", pieces - 1) for i, piece in enumerate(array)]
         steps = [self.sizes(s) for s in t.strides[t.ndim - array.ndim :]]
         order = sorted(range(array.ndim), key=lambda axis: -steps[axis])
         memory = np.array(array.transpose(order), order="C")
@@ -1036,98 +1052,98 @@ class _Interpreter:
         body = op.body
         assert body is not None
         at: At[OpKind] = At(op, self.sizes, [env[t] for t in op.operands], placed, inside, where)
-        inner = {**env, **dict(zip(body.formals, at.operands, strict=True))}
+        body_env = {**env, **dict(zip(body.formals, at.operands, strict=True))}
         memory = {v.buffer for v in at.operands}
-        parts = self.graph(body, inner, where, {}, inside=True)
+        reads = self.graph(body, body_env, where, {}, inside=True)
         changed = {body.formals[i].storage: at.operands[i] for i in op.kind.overwrites()}
         for i, t in enumerate(body.outputs):
-            v = inner[t]
+            v = body_env[t]
             if t.storage in changed:
                 at.made[i] = changed[t.storage]
             else:
-                parts.append({v.buffer: {v.address(index) for index in v.points()}})
+                reads.append({v.buffer: {v.address(index) for index in v.points()}})
             for index in v.points():
                 at.write(v.array[index], *index, to=i)
-        for part in parts:
-            for buffer in memory & part.keys():
-                at.read_at.setdefault(buffer, set()).update(part[buffer])
-        widest = {b: max((p[b] for p in parts if b in p), key=len) for b in at.read_at}
+        for read in reads:
+            for buffer in memory & read.keys():
+                at.read_at.setdefault(buffer, set()).update(read[buffer])
+        widest = {b: max((p[b] for p in reads if b in p), key=len) for b in at.read_at}
         at.stated["widest"] = _bytes(widest)
         at.repeats = any(self.out.ops[inner_op.name].repeats for inner_op in body.walk())
         return at
 
     def loop(self, loop: Loop, env: dict[Tensor, Any], where: str) -> None:
         """Run all iterations of a loop."""
-        state, xs, shared = ([env[t] for t in part] for part in (loop.starts, loop.xs, loop.shared))
+        state, xs, shared = ([env[t] for t in tensors] for tensors in (loop.starts, loop.xs, loop.shared))
         stacks = []
         for t in loop.stacks:
-            stack = self.place(t)
+            stack = self.stack_slice(t)
             if stack is None:
                 shape = tuple(self.sizes(n) for n in t.sizes)
                 buffer = Buffer(t.name + where, storage_bytes(shape, t.dtype), np.full(shape, np.nan), held=set())
                 buffer.host = t.storage.host
-                self.new.append(buffer)
+                self.allocated.append(buffer)
                 stack = Value(buffer.array, buffer)
             stacks.append(stack)
         count = self.index[-1] if loop.until else self.sizes(loop.count)
-        left: list[list[Any]] = [[None] * count for _ in loop.pieces]
-        given = (*loop.carries, *loop.slices, *loop.captured)
+        residuals: list[list[Any]] = [[None] * count for _ in loop.pieces]
+        formals = (*loop.carries, *loop.slices, *loop.captured)
         for turn in range(count):
             i = count - 1 - turn if loop.reverse else turn
-            inner = {**env, **dict(zip(given, [*state, *(position_of(v, i) for v in xs), *shared], strict=True))}
-            written = zip(loop.ys, stacks, strict=True)
-            placed = {t.storage: Value(v.array[i, ...], v.buffer) for t, v in written}
+            body_env = {**env, **dict(zip(formals, [*state, *(position_of(v, i) for v in xs), *shared], strict=True))}
+            outputs = zip(loop.ys, stacks, strict=True)
+            placed = {t.storage: Value(v.array[i, ...], v.buffer) for t, v in outputs}
             self.index.append(i)
-            self.graph(loop.body, inner, f"{where}[{i}]", placed, inside=False)
+            self.graph(loop.body, body_env, f"{where}[{i}]", placed, inside=False)
             self.index.pop()
-            state = [inner[t] for t in loop.nexts]
-            for pieces, t in zip(left, loop.saved, strict=True):
-                pieces[i] = inner[t]
-        whole = (loop.revised(i) for i in range(len(left)))
-        kept = [pieces if x is None else env[x] for pieces, x in zip(left, whole, strict=True)]
-        env |= dict(zip((*loop.lasts, *loop.stacks, *loop.pieces), [*state, *stacks, *kept], strict=True))
+            state = [body_env[t] for t in loop.nexts]
+            for pieces, t in zip(residuals, loop.saved, strict=True):
+                pieces[i] = body_env[t]
+        bases = (loop.revised(i) for i in range(len(residuals)))
+        residual_values = [pieces if x is None else env[x] for pieces, x in zip(residuals, bases, strict=True)]
+        env |= dict(zip((*loop.lasts, *loop.stacks, *loop.pieces), [*state, *stacks, *residual_values], strict=True))
 
     def finish(self, at: At[OpKind], env: dict[Tensor, Any], *, inside: bool) -> None:
         """Add up an op's costs and record its buffers."""
         for i, t in enumerate(at.op.results):
             env[t] = at.result(i)
             self.out.values.append((t, env[t]))
-        counted = self.out.ops[at.op.name]
-        counted.tally += at.tally
-        counted.repeats |= at.repeats
+        costs = self.out.ops[at.op.name]
+        costs.tally += at.tally
+        costs.repeats |= at.repeats
         if inside:
             return
         for buffer, addresses in at.read_at.items():
             if buffer.throughout:
                 self.out.touched.setdefault(buffer, set()).update(addresses)
         read = at.stated.get("reads", _bytes(at.read_at))
-        counted.read += read
-        widest, most = _parts(at)
-        counted.widest += at.stated.get("widest", widest if "reads" not in at.stated else read)
-        counted.most += max(read, most) if "reads" not in at.stated else read
-        counted.written += at.stated.get("writes", _bytes(at.written_at))
+        costs.read += read
+        widest, all_views = _view_bytes(at)
+        costs.widest += at.stated.get("widest", widest if "reads" not in at.stated else read)
+        costs.most += max(read, all_views) if "reads" not in at.stated else read
+        costs.written += at.stated.get("writes", _bytes(at.written_at))
         # operands include absent tensors and per-iteration lists
-        known = {v.buffer for given in at.operands if given is not None for v in members(given)}
-        made = [v.buffer for v in at.made.values() if v.buffer not in known]
-        touched = [*known, *(v.buffer for v in at.made.values())]
+        operand_buffers = {v.buffer for operand in at.operands if operand is not None for v in members(operand)}
+        allocated = [v.buffer for v in at.made.values() if v.buffer not in operand_buffers]
+        touched = [*operand_buffers, *(v.buffer for v in at.made.values())]
         workspace = 0 if at.op.on_host else self.sizes(at.op.workspace)
-        self.out.events.append(Event(at.op.name + at.where, self.new + made, touched, workspace))
-        self.new = []
+        self.out.events.append(Event(at.op.name + at.where, self.allocated + allocated, touched, workspace))
+        self.allocated = []
 
 
-def _parts(at: At[OpKind]) -> tuple[Any, Any]:
+def _view_bytes(at: At[OpKind]) -> tuple[Any, Any]:
     """Return the bytes read with only the widest view of each storage, and with all distinct views."""
-    parts: dict[Buffer, set[frozenset[int]]] = {}
+    views: dict[Buffer, set[frozenset[int]]] = {}
     for i, addresses in at.read_by.items():
-        parts.setdefault(at.operands[i].buffer, set()).add(frozenset(addresses))
-    widest = sum(max(map(len, found)) * buffer.element for buffer, found in parts.items())
-    return widest, sum(sum(map(len, found)) * buffer.element for buffer, found in parts.items())
+        views.setdefault(at.operands[i].buffer, set()).add(frozenset(addresses))
+    widest = sum(max(map(len, address_sets)) * buffer.element for buffer, address_sets in views.items())
+    return widest, sum(sum(map(len, address_sets)) * buffer.element for buffer, address_sets in views.items())
 
 
-def _whole(amount: Any) -> Any:
+def _as_int(amount: Any) -> Any:
     """Return an int if the number of bytes is whole."""
     return int(amount) if Fraction(amount).denominator == 1 else amount
 
 
 def _bytes(addresses: Mapping[Buffer, set[int]]) -> Any:
-    return sum(len(found) * buffer.element for buffer, found in addresses.items())
+    return sum(len(offsets) * buffer.element for buffer, offsets in addresses.items())

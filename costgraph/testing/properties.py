@@ -52,7 +52,7 @@ from ..transforms.reverse_mode import hoist, peel
 from ..transforms.rewrite import Rewriter
 from ..transforms.unroll import unroll
 from .arithmetic import value
-from .interpreter import MEANINGS, Array, Run, run
+from .interpreter import REFERENCE_SEMANTICS, Array, Run, run
 
 __all__ = [
     "loaded",
@@ -131,7 +131,7 @@ class Trial:
     @cached_property
     def run(self) -> Run:
         """The interpreter's run."""
-        return run(self.graph, None, meanings=MEANINGS, **self.point)
+        return run(self.graph, None, meanings=REFERENCE_SEMANTICS, **self.point)
 
     @cached_property
     def data(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class Trial:
     @cached_property
     def answers(self) -> dict[str, Any]:
         """Results of the analyses with all sizes bound."""
-        return {name: ask(self.graph, **self.point) for name, ask in QUESTIONS.items()}
+        return {name: analyze(self.graph, **self.point) for name, analyze in QUESTIONS.items()}
 
     @cached_property
     def counts(self) -> list[str]:
@@ -203,31 +203,31 @@ def check(graph: Graph, laws: Iterable[str] | None = None, **point: int) -> None
         try:
             LAWS[name](trial)
         except AssertionError as error:
-            text = " ".join(str(error).split())
-            raise AssertionError(f"law {name!r} at {trial.point}: {text}") from None
+            message = " ".join(str(error).split())
+            raise AssertionError(f"law {name!r} at {trial.point}: {message}") from None
 
 
-def same(found: Any, expected: Any, what: str, how: str = "expected") -> None:
+def same(actual: Any, expected: Any, quantity: str, origin: str = "expected") -> None:
     """Compare two values exactly, or up to rounding if the library returns a float."""
-    exact = float(expected) if isinstance(found, float) else Fraction(expected)
-    assert found == exact, f"{what}: {found} derived, {expected} {how}"
+    exact = float(expected) if isinstance(actual, float) else Fraction(expected)
+    assert actual == exact, f"{quantity}: {actual} derived, {expected} {origin}"
 
 
 # -- against the interpreter -------------------------------------------------------------------------------------------
 
 
-def _as_counted(found: Any, counted: Any, what: str) -> None:
-    same(found, counted, what, "counted")
+def _check_counted(derived: Any, counted: Any, quantity: str) -> None:
+    same(derived, counted, quantity, "counted")
 
 
 def _amounts(trial: Trial, count: str = "executed") -> dict[str, dict[str, Any]]:
     """Return each op's amounts from the cost table, by kind and direction."""
-    out: dict[str, dict[str, Any]] = {}
+    amounts: dict[str, dict[str, Any]] = {}
     for row in costs(trial.graph, count=count, **trial.point):
         key = row.kind if row.direction == "compute" else row.direction
-        of = out.setdefault(row.op, {})
-        of[key] = of.get(key, 0) + (row.amount.constant if row.amount.constant is not None else 0)
-    return out
+        op_amounts = amounts.setdefault(row.op, {})
+        op_amounts[key] = op_amounts.get(key, 0) + (row.amount.constant if row.amount.constant is not None else 0)
+    return amounts
 
 
 @law
@@ -235,15 +235,17 @@ def flops_of_each_kind_are_what_the_interpreter_counts(trial: Trial) -> None:
     """Check FLOPs: a multiply-add per index point of a contraction, single operations elsewhere."""
     executed, full = _amounts(trial), _amounts(trial, "full")
     for name, counted in trial.run.ops.items():
-        mine = executed.get(name, {})
+        derived = executed.get(name, {})
         for kind in ("matmul", "pointwise", "transcendental"):
-            _as_counted(mine.get(kind, 0), getattr(counted.tally, kind), f"{kind} FLOPs of {name!r}")
-        whole = full.get(name, {}).get("matmul", 0)
-        assert whole >= mine.get("matmul", 0), f"matmul FLOPs of {name!r}, domains ignored, are {whole}: fewer than run"
-        _as_counted(whole, counted.tally.full, f"matmul FLOPs of {name!r}, domains ignored")
-    _as_counted(trial.answers["flops"], trial.run.flops, "FLOPs")
-    _as_counted(trial.answers["matmul_flops"], trial.run.matmul, "matmul FLOPs")
-    _as_counted(trial.answers["full"], trial.run.full, "matmul FLOPs, domains ignored")
+            _check_counted(derived.get(kind, 0), getattr(counted.tally, kind), f"{kind} FLOPs of {name!r}")
+        full_matmul = full.get(name, {}).get("matmul", 0)
+        assert full_matmul >= derived.get("matmul", 0), (
+            f"matmul FLOPs of {name!r}, domains ignored, are {full_matmul}: fewer than run"
+        )
+        _check_counted(full_matmul, counted.tally.full, f"matmul FLOPs of {name!r}, domains ignored")
+    _check_counted(trial.answers["flops"], trial.run.flops, "FLOPs")
+    _check_counted(trial.answers["matmul_flops"], trial.run.matmul, "matmul FLOPs")
+    _check_counted(trial.answers["full"], trial.run.full, "matmul FLOPs, domains ignored")
 
 
 @law
@@ -251,20 +253,20 @@ def bytes_moved_are_the_elements_that_are_touched(trial: Trial) -> None:
     """Check bytes: each element once per op; overlapping views of a storage count between the widest view and all."""
     executed = _amounts(trial)
     for name, counted in trial.run.ops.items():
-        mine = executed.get(name, {})
-        read, written = mine.get("read", 0), mine.get("write", 0)
+        derived = executed.get(name, {})
+        read, written = derived.get("read", 0), derived.get("write", 0)
         if counted.repeats:
             assert read >= counted.read, f"bytes read by {name!r}: {read} derived, {counted.read} counted"
             assert written >= counted.written, (
                 f"bytes written by {name!r}: {written} derived, {counted.written} counted"
             )
             continue
-        _as_counted(written, counted.written, f"bytes written by {name!r}")
+        _check_counted(written, counted.written, f"bytes written by {name!r}")
         if counted.widest == counted.read:
-            _as_counted(read, counted.read, f"bytes read by {name!r}")
+            _check_counted(read, counted.read, f"bytes read by {name!r}")
         else:
-            least, most = counted.widest, counted.most
-            assert least <= read <= most, f"bytes read by {name!r}: {read} derived, {least} to {most} counted"
+            lower, upper = counted.widest, counted.most
+            assert lower <= read <= upper, f"bytes read by {name!r}: {read} derived, {lower} to {upper} counted"
 
 
 @law
@@ -274,10 +276,10 @@ def the_fused_bound_is_below_everything(trial: Trial) -> None:
     assert bound <= float(trial.answers["bytes_moved"]), f"fused bytes {bound} above the declared ones"
     if trial.run.repeats:
         return  # formulas do not know repeated lookups
-    touched = sum(len(found) * b.element for b, found in trial.run.touched.items())
-    written = {(b, a) for t, b, found in _made(trial) for a in found}
-    most = touched + sum(b.element for b, _ in written)
-    assert bound <= float(most), f"fused bytes: {bound} derived, {most} counted at most, inputs touched and outputs"
+    touched = sum(len(addresses) * b.element for b, addresses in trial.run.touched.items())
+    written = {(b, a) for t, b, addresses in _output_addresses(trial) for a in addresses}
+    limit = touched + sum(b.element for b, _ in written)
+    assert bound <= float(limit), f"fused bytes: {bound} derived, {limit} counted at most, inputs touched and outputs"
 
 
 @law
@@ -289,7 +291,7 @@ def bytes_through_a_cache_are_no_fewer_than_declared(trial: Trial) -> None:
     assert small >= declared, f"bytes through a cache of 64 bytes: {small}, below {declared} as declared"
 
 
-def _made(trial: Trial) -> Iterable[tuple[int, Any, list[int]]]:
+def _output_addresses(trial: Trial) -> Iterable[tuple[int, Any, list[int]]]:
     """Yield the addresses of outputs that are not inputs."""
     by_tensor = dict(trial.run.values)
     for i, t in enumerate(trial.graph.outputs):
@@ -297,47 +299,47 @@ def _made(trial: Trial) -> Iterable[tuple[int, Any, list[int]]]:
         if v is not None and not v.buffer.throughout:
             yield i, v.buffer, [v.address(index) for index in v.points()]
         elif v is None:  # a loop result
-            found = trial.run.outputs[i]
+            output = trial.run.outputs[i]
             buffer = trial.run._kept[i]
             if not buffer.throughout:
-                yield i, buffer, list(range(found.size))
+                yield i, buffer, list(range(output.size))
 
 
 @law
 def peak_memory_is_that_of_a_replay(trial: Trial) -> None:
     """Check the peak against a replay: buffers are allocated at their op and freed after their last use."""
-    _as_counted(trial.answers["peak_memory"], trial.run.peak, "peak memory")
-    line = timeline(trial.graph, **dict[str, Any](trial.point))
-    _as_counted(line.peak, trial.run.peak, "peak of the timeline")
-    _as_counted(sum(map(Fraction, line.by_role.values())), trial.run.peak, "bytes by role at the peak")
+    _check_counted(trial.answers["peak_memory"], trial.run.peak, "peak memory")
+    profile = timeline(trial.graph, **dict[str, Any](trial.point))
+    _check_counted(profile.peak, trial.run.peak, "peak of the timeline")
+    _check_counted(sum(map(Fraction, profile.by_role.values())), trial.run.peak, "bytes by role at the peak")
     fixed = sum(b.bytes for b in trial.run.buffers)
-    kept = sum(b.bytes for b in set(trial.run._kept) if not b.throughout)
-    assert trial.run.peak >= fixed + kept, f"peak {trial.run.peak} below parameters, inputs and outputs"
+    output_bytes = sum(b.bytes for b in set(trial.run._kept) if not b.throughout)
+    assert trial.run.peak >= fixed + output_bytes, f"peak {trial.run.peak} below parameters, inputs and outputs"
     rows = lifetimes(trial.graph, **dict[str, Any](trial.point))
-    _as_counted(sum(Fraction(r.bytes) for r in rows if r.born is None), fixed, "bytes of what lives throughout")
+    _check_counted(sum(Fraction(r.bytes) for r in rows if r.born is None), fixed, "bytes of what lives throughout")
 
 
 @law
 def parameters_are_those_of_all_iterations(trial: Trial) -> None:
     """Check parameter count and bytes."""
-    _as_counted(trial.answers["param_count"], trial.run.params, "parameters")
-    _as_counted(trial.answers["param_bytes"], trial.run.param_bytes, "bytes of parameters")
+    _check_counted(trial.answers["param_count"], trial.run.params, "parameters")
+    _check_counted(trial.answers["param_bytes"], trial.run.param_bytes, "bytes of parameters")
 
 
 @law
 def layouts_are_those_of_numpy(trial: Trial) -> None:
     """Check shape, strides and view or copy against NumPy, for sizes above 1."""
-    inner = {t for g in trial.graph.bodies() if g.parent is not None for t in g.tensors}
+    body_tensors = {t for g in trial.graph.bodies() if g.parent is not None for t in g.tensors}
     by_tensor = dict(trial.run.values)
     for t, v in trial.run.values:
-        alone = t.storage.pieces  # leading axes with one array per position
-        shape = tuple(value(p.expr, trial.point) for p in t.sizes[alone:])
+        pieces = t.storage.pieces  # leading axes with one array per position
+        shape = tuple(value(p.expr, trial.point) for p in t.sizes[pieces:])
         assert v.array.shape == shape, f"shape of {t.name!r} is {shape}, expected {v.array.shape}"
-        for n, mine, bytes_ in zip(shape, t.strides[alone:], v.array.strides, strict=True):
-            assert n == 1 or value(mine.expr, trial.point) * 8 == bytes_, (
+        for n, stride, bytes_ in zip(shape, t.strides[pieces:], v.array.strides, strict=True):
+            assert n == 1 or value(stride.expr, trial.point) * 8 == bytes_, (
                 f"strides of {t.name!r} are {t.strides}, expected {[s // 8 for s in v.array.strides]}"
             )
-        base = None if t.producer is None or t in inner else next(iter(t.producer.operands), None)
+        base = None if t.producer is None or t in body_tensors else next(iter(t.producer.operands), None)
         if base is not None and t.producer is not None and t.producer.body is None and base in by_tensor:
             shared = v.buffer is by_tensor[base].buffer
             assert shared == (t.storage is base.storage), f"{t.name!r} is {'a view' if shared else 'a copy'} in NumPy"
@@ -349,11 +351,13 @@ def tensors_hold_what_has_been_written(trial: Trial) -> None:
     for t, v in trial.run.values:
         if (t.domain is None and v.whole) or (t.producer is not None and isinstance(t.producer.kind, Empty)):
             continue
-        held = np.zeros(v.array.shape, dtype=bool)
+        written = np.zeros(v.array.shape, dtype=bool)
         for index in v.points():
-            held[index] = True
-        odd = np.argwhere(held != trial.run.sizes.held(t)[(0,) * t.storage.pieces])
-        assert not odd.size, f"{t.name!r} holds {'some' if held[tuple(odd[0])] else 'no'}thing at {odd[0].tolist()}"
+            written[index] = True
+        mismatches = np.argwhere(written != trial.run.sizes.held(t)[(0,) * t.storage.pieces])
+        assert not mismatches.size, (
+            f"{t.name!r} holds {'some' if written[tuple(mismatches[0])] else 'no'}thing at {mismatches[0].tolist()}"
+        )
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------------
@@ -362,23 +366,27 @@ def tensors_hold_what_has_been_written(trial: Trial) -> None:
 @law
 def a_formula_at_a_point_is_the_answer_there(trial: Trial) -> None:
     """Check formulas with exact fractions and `evaluate`, in one step and two; the peak from its least loop counts."""
-    least = timeline(trial.graph).holds_from
+    min_counts = timeline(trial.graph).holds_from
     # 3 iterations, more if a body permutes its carries
-    most = max(map(copies_needed, loops(trial.graph)), default=3)
-    assert all(n <= most for n in least.values()), f"the peak holds from {least}, expected {most} at the most"
+    unrolled = max(map(copies_needed, loops(trial.graph)), default=3)
+    assert all(n <= unrolled for n in min_counts.values()), (
+        f"the peak holds from {min_counts}, expected {unrolled} at the most"
+    )
     names = sorted(trial.point)
-    for question, ask in QUESTIONS.items():
+    for question, analyze in QUESTIONS.items():
         expected = trial.answers[question]
-        formula = ask(trial.graph)
-        holds = question != "peak_memory" or all(trial.point[n] >= k for n, k in least.items())
+        formula = analyze(trial.graph)
+        holds = question != "peak_memory" or all(trial.point[n] >= k for n, k in min_counts.items())
         if holds:
             same(expected, value(formula, trial.point), f"{question}: bound, against the formula at the point")
             same(expected, Fraction(evaluate(formula, **_used(formula, trial.point))), f"{question}: evaluate")
-        for some in (names[: len(names) // 2], names[1::2]):
-            if question == "peak_memory" and not all(trial.point[n] >= k for n, k in least.items() if n not in some):
+        for bound_first in (names[: len(names) // 2], names[1::2]):
+            if question == "peak_memory" and not all(
+                trial.point[n] >= k for n, k in min_counts.items() if n not in bound_first
+            ):
                 continue
-            partly = ask(trial.graph, **{n: trial.point[n] for n in some})
-            same(expected, value(partly, trial.point), f"{question}: bound in two steps, {some} first")
+            partly = analyze(trial.graph, **{n: trial.point[n] for n in bound_first})
+            same(expected, value(partly, trial.point), f"{question}: bound in two steps, {bound_first} first")
 
 
 def _used(formula: Any, point: Mapping[str, int]) -> dict[str, int]:
@@ -410,30 +418,34 @@ def a_peak_in_a_box_is_the_peak(trial: Trial) -> None:
         return
     formula = peak_memory(trial.graph)
     names = sorted(_used(formula, trial.point))
-    near = {n: (max(trial.point[n] - 1, 1), trial.point[n] + 1) for n in names[:2]}
-    cases = regimes(formula, within={n: (trial.point[n], trial.point[n]) for n in names} | near)
-    found = max(value(case.formula, trial.point) for case in cases)
-    same(trial.answers["peak_memory"], found, f"peak memory in a box around {names}")
+    neighbourhood = {n: (max(trial.point[n] - 1, 1), trial.point[n] + 1) for n in names[:2]}
+    cases = regimes(formula, within={n: (trial.point[n], trial.point[n]) for n in names} | neighbourhood)
+    peak = max(value(case.formula, trial.point) for case in cases)
+    same(trial.answers["peak_memory"], peak, f"peak memory in a box around {names}")
     for case in regimes(formula):
         if case.by_role:
-            whole = sum(value(part, trial.point) for part in case.by_role.values())
-            same(value(case.formula, trial.point), whole, f"bytes of the roles at {case.op!r}")
+            role_total = sum(value(part, trial.point) for part in case.by_role.values())
+            same(value(case.formula, trial.point), role_total, f"bytes of the roles at {case.op!r}")
 
 
 @law
 def a_repeat_is_its_iterations(trial: Trial) -> None:
     """Check FLOPs, bytes, parameters and peak against the unrolled graph, for 1 to 4 iterations."""
-    least = timeline(trial.graph).holds_from
-    tried = [{name: n} for name in trial.counts for n in (1, 2, 3, 4)]
-    points = [{**trial.point, **dims} for dims in tried if trial.takes(**dims)] or [trial.point]
+    min_counts = timeline(trial.graph).holds_from
+    candidates = [{name: n} for name in trial.counts for n in (1, 2, 3, 4)]
+    points = [{**trial.point, **dims} for dims in candidates if trial.takes(**dims)] or [trial.point]
     for point in points:
-        plain = unroll(trial.graph, **point)
-        for question, ask in QUESTIONS.items():
+        unrolled = unroll(trial.graph, **point)
+        for question, analyze in QUESTIONS.items():
             if question == "fused":
                 continue  # the fused bound is tighter for an unrolled loop
-            same(ask(trial.graph, **point), Fraction(ask(plain)), f"{question} at {point}, of the loop and unrolled")
-            if question == "peak_memory" and all(point[n] >= k for n, k in least.items()):
-                same(ask(plain), value(ask(trial.graph), point), f"{question} at {point}, the closed form")
+            same(
+                analyze(trial.graph, **point),
+                Fraction(analyze(unrolled)),
+                f"{question} at {point}, of the loop and unrolled",
+            )
+            if question == "peak_memory" and all(point[n] >= k for n, k in min_counts.items()):
+                same(analyze(unrolled), value(analyze(trial.graph), point), f"{question} at {point}, the closed form")
 
 
 @law
@@ -443,12 +455,12 @@ def costs_grow_with_every_size(trial: Trial) -> None:
         return  # with more elements, each moves a smaller share of its block scale
     for name in sorted(known_names(trial.graph) - _divisors(trial.graph)):
         size = trial.point[name]
-        more = next((n for n in range(size + 1, size + _FURTHEST) if trial.takes(**{name: n})), None)
-        if more is None:
+        next_size = next((n for n in range(size + 1, size + _FURTHEST) if trial.takes(**{name: n})), None)
+        if next_size is None:
             continue  # another size must grow with it
-        larger = {**trial.point, name: more}
-        for question, ask in QUESTIONS.items():
-            before, after = trial.answers[question], ask(trial.graph, **larger)
+        larger = {**trial.point, name: next_size}
+        for question, analyze in QUESTIONS.items():
+            before, after = trial.answers[question], analyze(trial.graph, **larger)
             assert after >= before, f"{question} falls from {before} to {after} with {name}={larger[name]}"
 
 
@@ -480,12 +492,12 @@ Data = dict[str, Any]
 
 def _names(data: Data) -> list[str]:
     """Return the names of all tensors and ops, including nested bodies."""
-    out = []
+    names = []
     for node in data["nodes"]:
-        out.append(node["id"])
+        names.append(node["id"])
         body = node.get("attrs", {}).get("body")
-        out += _names(body["graph"]) if body else []
-    return out
+        names += _names(body["graph"]) if body else []
+    return names
 
 
 def renamed(data: Data, names: Mapping[str, str], symbols: Mapping[str, str]) -> Data:
@@ -509,8 +521,8 @@ def renamed(data: Data, names: Mapping[str, str], symbols: Mapping[str, str]) ->
             return _WORD.sub(lambda m: symbols.get(m.group(), m.group()), value)
         return names.get(value, value) if key in _NAMED else value
 
-    found: Data = walk(data)
-    return found
+    result: Data = walk(data)
+    return result
 
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -529,60 +541,62 @@ def no_cost_depends_on_names(trial: Trial) -> None:
 def renaming_symbols_renames_formulas(trial: Trial) -> None:
     """Check that renaming symbols renames them in formulas, even if their order changes."""
     names = sorted(trial.point)
-    others = dict(zip(names, [*names[1:], "A_longer_name"], strict=False))
-    graph = loaded(renamed(trial.data, {}, others))
-    for question, ask in QUESTIONS.items():
-        expected, found = ask(trial.graph), ask(graph)
+    new_names = dict(zip(names, [*names[1:], "A_longer_name"], strict=False))
+    graph = loaded(renamed(trial.data, {}, new_names))
+    for question, analyze in QUESTIONS.items():
+        expected, new_formula = analyze(trial.graph), analyze(graph)
         if isinstance(expected, sympy.Expr):
-            new = {others[n]: trial.point[n] for n in names}
-            same(value(found, new), value(expected, trial.point), f"{question} in other symbols")
-            swapped = {dims(n): dims(others[n]) for n in names}
+            new_point = {new_names[n]: trial.point[n] for n in names}
+            same(value(new_formula, new_point), value(expected, trial.point), f"{question} in other symbols")
+            swapped = {dims(n): dims(new_names[n]) for n in names}
             if expected.is_polynomial():  # equal functions may have different forms
-                assert sympy.expand(expected.xreplace(swapped) - found) == 0, f"{question} is {found}, was {expected}"
+                assert sympy.expand(expected.xreplace(swapped) - new_formula) == 0, (
+                    f"{question} is {new_formula}, was {expected}"
+                )
         else:
-            same(found, expected, f"{question} in other symbols")
+            same(new_formula, expected, f"{question} in other symbols")
 
 
 @law
 def no_cost_depends_on_the_order_of_sources(trial: Trial) -> None:
     """Check that inputs, parameters and buffers may be declared in any order."""
 
-    def turned(data: Data) -> Data:
+    def reordered(data: Data) -> Data:
         sources = [n for n in data["nodes"] if n["type"] == "tensor" and n["role"] not in ("result",)]
-        nodes = [{**n, "attrs": _turned_body(n["attrs"])} if n["type"] == "op" else n for n in data["nodes"]]
-        rest = [n for n in nodes if n["type"] == "op" or n["role"] == "result"]
-        return {**data, "nodes": [*reversed(sources), *rest]}
+        nodes = [{**n, "attrs": _reordered_body(n["attrs"])} if n["type"] == "op" else n for n in data["nodes"]]
+        others = [n for n in nodes if n["type"] == "op" or n["role"] == "result"]
+        return {**data, "nodes": [*reversed(sources), *others]}
 
-    def _turned_body(attrs: Data) -> Data:
-        return {**attrs, "body": {"graph": turned(attrs["body"]["graph"])}} if "body" in attrs else attrs
+    def _reordered_body(attrs: Data) -> Data:
+        return {**attrs, "body": {"graph": reordered(attrs["body"]["graph"])}} if "body" in attrs else attrs
 
-    _same_answers(trial, loaded(turned(trial.data)), "with sources in another order")
+    _same_answers(trial, loaded(reordered(trial.data)), "with sources in another order")
 
 
 @law
 def saving_and_loading_is_the_identity(trial: Trial) -> None:
     """Check that a loaded graph saves to the same file and has the same costs."""
     data = trial.data
-    again = loaded(data)
-    assert saved(again) == data, "the file of the loaded graph differs"
-    _same_answers(trial, again, "after saving and loading")
-    for question, ask in QUESTIONS.items():
-        assert ask(again) == ask(trial.graph), f"the formula of {question} differs after saving and loading"
+    reloaded = loaded(data)
+    assert saved(reloaded) == data, "the file of the loaded graph differs"
+    _same_answers(trial, reloaded, "after saving and loading")
+    for question, analyze in QUESTIONS.items():
+        assert analyze(reloaded) == analyze(trial.graph), f"the formula of {question} differs after saving and loading"
 
 
-def _same_answers(trial: Trial, graph: Graph, how: str) -> None:
-    for question, ask in QUESTIONS.items():
-        assert ask(graph, **trial.point) == trial.answers[question], f"{question} differs {how}"
+def _same_answers(trial: Trial, graph: Graph, context: str) -> None:
+    for question, analyze in QUESTIONS.items():
+        assert analyze(graph, **trial.point) == trial.answers[question], f"{question} differs {context}"
 
 
 @law
 def what_validates_can_be_reported(trial: Trial) -> None:
     """Check that the graph and its reports, symbolic and bound, print as text."""
     trial.graph.validate()
-    bound = report(trial.graph, None, **trial.point)  # type: ignore[arg-type]  # sizes alone
-    for found in (report(trial.graph), bound):
-        assert found.figures
-        assert find_spec("rich") is None or str(found)  # rich is optional
+    bound_report = report(trial.graph, None, **trial.point)  # type: ignore[arg-type]  # sizes alone
+    for shown in (report(trial.graph), bound_report):
+        assert shown.figures
+        assert find_spec("rich") is None or str(shown)  # rich is optional
     assert all(repr(node) for node in trial.graph)
 
 
@@ -595,14 +609,14 @@ def around(point: Point) -> Iterator[dict[str, int]]:
     """Yield a point and its neighbours, which differ in one size n: 1, n - 1, n + 1 or 2 n + 1."""
     yield dict(point)
     for name, size in point.items():
-        for other in sorted({1, max(size - 1, 1), size + 1, 2 * size + 1} - {size}):
-            yield {**point, name: other}
+        for neighbour in sorted({1, max(size - 1, 1), size + 1, 2 * size + 1} - {size}):
+            yield {**point, name: neighbour}
 
 
-def _said(ask: Callable[..., Any], /, *args: Any, **sizes: Any) -> Any:
+def _answer_or_none(analyze: Callable[..., Any], /, *args: Any, **sizes: Any) -> Any:
     """Return an answer, or None if the library raises."""
     try:
-        return ask(*args, **sizes)
+        return analyze(*args, **sizes)
     except CostGraphError:
         return None
 
@@ -610,47 +624,51 @@ def _said(ask: Callable[..., Any], /, *args: Any, **sizes: Any) -> Any:
 @law
 def what_the_graph_refuses_its_formulas_refuse(trial: Trial) -> None:
     """Check that formulas refuse the same sizes as the graph: evaluated, bound in two steps, as arrays, in tables."""
-    least = getattr(_said(timeline, trial.graph), "holds_from", {})
+    min_counts = getattr(_answer_or_none(timeline, trial.graph), "holds_from", {})
     fixed = {k: v for k, v in trial.graph.defaults.items() if k in trial.point}  # already substituted into the formulas
     places = [p for p in around(trial.point) if fixed.items() <= p.items()]
-    for question, ask in QUESTIONS.items():
-        formula = _said(ask, trial.graph)
+    for question, analyze in QUESTIONS.items():
+        formula = _answer_or_none(analyze, trial.graph)
         points = places if hasattr(formula, "free_symbols") else []
         singles, steps = [], {}
         for point in points:
-            below = question == "peak_memory" and any(point[n] < k for n, k in least.items())
-            expected = _said(ask, trial.graph, **point)
-            singles.append(_agree(formula, point, expected, f"{question} at {point}", below))
-            some = tuple(list(point.items())[::2])
-            if some not in steps:  # neighbours that differ in another size share it
-                steps[some] = _said(ask, trial.graph, **dict(some))
-            if hasattr(steps[some], "free_symbols"):  # a number holds for all sizes
-                _agree(steps[some], point, expected, f"{question} at {point}, {dict(some)} first", below)
+            may_refuse = question == "peak_memory" and any(point[n] < k for n, k in min_counts.items())
+            expected = _answer_or_none(analyze, trial.graph, **point)
+            singles.append(_agree(formula, point, expected, f"{question} at {point}", may_refuse))
+            bound_first = tuple(list(point.items())[::2])
+            if bound_first not in steps:  # neighbours that differ in another size share it
+                steps[bound_first] = _answer_or_none(analyze, trial.graph, **dict(bound_first))
+            if hasattr(steps[bound_first], "free_symbols"):  # a number holds for all sizes
+                _agree(
+                    steps[bound_first], point, expected, f"{question} at {point}, {dict(bound_first)} first", may_refuse
+                )
         if points and formula.free_symbols:
             _arrays_agree(formula, points, singles, question)
-    table = _said(costs, trial.graph)
+    table = _answer_or_none(costs, trial.graph)
     for point in places if table is not None else ():
-        expected = _said(flops, trial.graph, **point)
-        bound = _said(table.bind, **point)
+        expected = _answer_or_none(flops, trial.graph, **point)
+        bound = _answer_or_none(table.bind, **point)
         # FLOPs are rounded per kind, so their sum may differ in the last bit
-        found = None if bound is None else evaluate(sum(r.amount.expr for r in bound.filter(direction="compute").rows))
-        assert found == expected, f"costs at {point}: {_shown(found)}, where the graph: {_shown(expected)}"
+        total_flops = (
+            None if bound is None else evaluate(sum(r.amount.expr for r in bound.filter(direction="compute").rows))
+        )
+        assert total_flops == expected, f"costs at {point}: {_shown(total_flops)}, where the graph: {_shown(expected)}"
 
 
 def _shown(answer: Any) -> str:
     return "refused" if answer is None else f"answers {answer}"
 
 
-def _agree(formula: Any, point: Point, expected: Any, what: str, below: bool) -> Any:
+def _agree(formula: Any, point: Point, expected: Any, quantity: str, may_refuse: bool) -> Any:
     """Check a formula at a point against the graph, and return its value. Below its least loop counts it may refuse."""
-    found = _said(evaluate, formula, **_asked_of(formula, point))
-    assert found == expected or (below and found is None), (
-        f"{what}: the formula {_shown(found)}, the graph {_shown(expected)}"
+    actual = _answer_or_none(evaluate, formula, **_sizes_for(formula, point))
+    assert actual == expected or (may_refuse and actual is None), (
+        f"{quantity}: the formula {_shown(actual)}, the graph {_shown(expected)}"
     )
-    return found
+    return actual
 
 
-def _asked_of(formula: Any, point: Point) -> dict[str, int]:
+def _sizes_for(formula: Any, point: Point) -> dict[str, int]:
     """Return the sizes of the symbols in a formula and its conditions."""
     names = {s.name for s in getattr(formula, "free_symbols", ())}
     return {k: v for k, v in point.items() if k in names.union(*(v.names for v in getattr(formula, "held", ())))}
@@ -658,13 +676,15 @@ def _asked_of(formula: Any, point: Point) -> dict[str, int]:
 
 def _arrays_agree(formula: Any, points: list[dict[str, int]], single: list[Any], question: str) -> None:
     """Check array evaluation against single points, with NaN at refused ones."""
-    columns = {n: np.array([p[n] for p in points]) for n in _asked_of(formula, points[0])}
-    found = np.broadcast_to(compile(formula, outside="nan")(**columns), len(points))
-    for point, one, many in zip(points, single, found, strict=True):
-        assert np.isnan(many) if one is None else np.isclose(many, one, rtol=1e-9), (
-            f"{question} at {point}: {many} in an array, the point alone {_shown(one)}"
+    columns = {n: np.array([p[n] for p in points]) for n in _sizes_for(formula, points[0])}
+    array_values = np.broadcast_to(compile(formula, outside="nan")(**columns), len(points))
+    for point, single_value, array_value in zip(points, single, array_values, strict=True):
+        assert np.isnan(array_value) if single_value is None else np.isclose(array_value, single_value, rtol=1e-9), (
+            f"{question} at {point}: {array_value} in an array, the point alone {_shown(single_value)}"
         )
-    assert (_said(compile(formula), **columns) is None) == (None in single), f"{question}: {points} in an array"
+    assert (_answer_or_none(compile(formula), **columns) is None) == (None in single), (
+        f"{question}: {points} in an array"
+    )
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -685,26 +705,30 @@ def levels_of_memory_take_no_less_time(trial: Trial) -> None:
     """Check that cache levels never reduce the time, that the bound stays below the estimate, and formulas agree."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StandInWarning)  # formats without a rate on this device
-        _hold_levels(trial, through(32))
+        _check_levels(trial, through(32))
 
 
-def _hold_levels(trial: Trial, device: Hardware) -> None:
+def _check_levels(trial: Trial, device: Hardware) -> None:
     try:
         flat = roofline(trial.graph, device, **trial.point)  # type: ignore[arg-type]  # sizes are no switches
     except UnsupportedError:  # collectives over a mesh axis without a size
         return
-    both, switches = (device, through(10**18)), {"fallback": None, "hierarchical": True, "overlap": "none"}
-    deep, wide = (roofline(trial.graph, d, **switches, **trial.point) for d in both)  # type: ignore[arg-type]
+    devices, switches = (device, through(10**18)), {"fallback": None, "hierarchical": True, "overlap": "none"}
+    deep, wide = (roofline(trial.graph, d, **switches, **trial.point) for d in devices)  # type: ignore[arg-type]
     assert wide.estimate == flat.estimate, f"estimate where all fits {wide.estimate}, expected {flat.estimate}"
-    about = 1 + 1e-9
-    assert flat.estimate <= deep.estimate * about, f"estimate of levels {deep.estimate}, below {flat.estimate}"
-    assert flat.lower_bound <= deep.lower_bound * about, f"bound of levels {deep.lower_bound}, below {flat.lower_bound}"
-    assert deep.lower_bound <= deep.estimate * about, f"bound {deep.lower_bound}, above the estimate {deep.estimate}"
-    for which, expected in (("estimate", deep.estimate), ("lower", deep.lower_bound)):
-        formula = seconds(trial.graph, device, which, hierarchical=True)
+    tolerance = 1 + 1e-9
+    assert flat.estimate <= deep.estimate * tolerance, f"estimate of levels {deep.estimate}, below {flat.estimate}"
+    assert flat.lower_bound <= deep.lower_bound * tolerance, (
+        f"bound of levels {deep.lower_bound}, below {flat.lower_bound}"
+    )
+    assert deep.lower_bound <= deep.estimate * tolerance, (
+        f"bound {deep.lower_bound}, above the estimate {deep.estimate}"
+    )
+    for bound_kind, expected in (("estimate", deep.estimate), ("lower", deep.lower_bound)):
+        formula = seconds(trial.graph, device, bound_kind, hierarchical=True)
         names = {s.name for s in getattr(formula, "free_symbols", ())}
-        found = evaluate(formula, **{k: v for k, v in trial.point.items() if k in names})
-        assert abs(found - expected) <= 1e-9 * expected, f"{which}: {found} of the formula, expected {expected}"
+        actual = evaluate(formula, **{k: v for k, v in trial.point.items() if k in names})
+        assert abs(actual - expected) <= 1e-9 * expected, f"{bound_kind}: {actual} of the formula, expected {expected}"
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -764,12 +788,12 @@ class Lesson:
     @cached_property
     def values(self) -> dict[str, Array]:
         """Values of all floating-point sources, by name, the same under any checkpointing policy."""
-        out = {}
+        arrays = {}
         for t in self.trained.tensors:
             if t.producer is None and t.dtype.kind == "float":
                 shape = tuple(int(value(n.expr, self.point)) for n in t.sizes)
-                out[t.name] = np.random.default_rng(list(t.name.encode())).uniform(0.5, 1.5, shape)
-        return out
+                arrays[t.name] = np.random.default_rng(list(t.name.encode())).uniform(0.5, 1.5, shape)
+        return arrays
 
     @cached_property
     def run(self) -> Run:
@@ -876,10 +900,10 @@ def the_gradient_of_a_linear_loss_is_its_transpose(lesson: Lesson) -> None:
 def _is_linear_in(graph: Graph, dependent: set[Tensor]) -> bool:
     """Whether all ops that depend on a source are linear in it."""
     for op in graph.ops:
-        reads = [t in dependent for t in op.operands]
-        if not any(reads):
+        depends = [t in dependent for t in op.operands]
+        if not any(depends):
             continue
-        if op.kind.overwrites() or not _is_linear(op.kind, together=reads.count(True) > 1):
+        if op.kind.overwrites() or not _is_linear(op.kind, together=depends.count(True) > 1):
             return False
         dependent.update(op.results)
     return True
@@ -920,23 +944,23 @@ def a_loop_goes_back_as_its_iterations_do(lesson: Lesson) -> None:
     """
     if not _loops(lesson.graph):
         return
-    handed = [op for loop in _loops(lesson.trained) for op in _makers(loop)]
-    copied = any(isinstance(op.kind, Rearrange) and op.kind.copy for op in handed)
-    copied |= any(op.name.rpartition("/")[2].startswith("own") for op in handed)
+    gradient_ops = [op for loop in _loops(lesson.trained) for op in _gradient_producers(loop)]
+    copied = any(isinstance(op.kind, Rearrange) and op.kind.copy for op in gradient_ops)
+    copied |= any(op.name.rpartition("/")[2].startswith("own") for op in gradient_ops)
     copied |= any(isinstance(op.kind, Accumulate) and op.kind.lent for op in lesson.trained.walk())
-    plain = all(map(_is_plain, _loops(lesson.graph))) and not copied
+    comparable = all(map(_computes_all_carries, _loops(lesson.graph))) and not copied
     try:
         flat = backward(_flat(lesson.graph, lesson.point))
     except GraphError as error:
         if "has overwritten in place" not in str(error):
             raise
         return  # unrolled iterations that forward a tensor keep no copy for an op in place
-    zeros = any(isinstance(op.kind, Fill) and not op.kind.value for op in handed)
+    zeros = any(isinstance(op.kind, Fill) and not op.kind.value for op in gradient_ops)
     if zeros and any(len(loop.carries) > 1 for loop in _loops(lesson.graph)):
         return
-    for question, ask in (_QUESTIONS if plain else {"flops": flops}).items():
-        used = {k: v for k, v in lesson.point.items() if k in known_names(flat)}
-        same(lesson.trial.answers[question], ask(flat, **used), f"{question}, of the loop and unrolled first")
+    for question, analyze in (_QUESTIONS if comparable else {"flops": flops}).items():
+        sizes = {k: v for k, v in lesson.point.items() if k in known_names(flat)}
+        same(lesson.trial.answers[question], analyze(flat, **sizes), f"{question}, of the loop and unrolled first")
 
 
 def _flat(graph: Graph, point: Mapping[str, int]) -> Graph:
@@ -944,17 +968,17 @@ def _flat(graph: Graph, point: Mapping[str, int]) -> Graph:
     return unroll(graph, **{n: point[n] for n in {n for loop in _loops(graph) for n in loop.count.names()}})
 
 
-def _is_plain(loop: Loop) -> bool:
+def _computes_all_carries(loop: Loop) -> bool:
     """Whether a loop has no slices and every iteration computes its carries."""
-    handed = {t.storage for t in loop.body.outputs} & {f.storage for f in loop.body.formals}
-    return not (loop.xs or loop.stacks or loop.pieces or handed)
+    forwarded = {t.storage for t in loop.body.outputs} & {f.storage for f in loop.body.formals}
+    return not (loop.xs or loop.stacks or loop.pieces or forwarded)
 
 
-def _makers(loop: Loop) -> list[Op]:
+def _gradient_producers(loop: Loop) -> list[Op]:
     """Return the backward ops that produce a loop's initial values, carries and accumulated terms."""
-    handed = [*loop.starts, *loop.nexts]
-    handed += [op.operands[1] for op in loop.body.ops if isinstance(op.kind, Accumulate)]
-    return [t.producer for t in handed if t.producer is not None and t.producer.phase == "backward"]
+    tensors = [*loop.starts, *loop.nexts]
+    tensors += [op.operands[1] for op in loop.body.ops if isinstance(op.kind, Accumulate)]
+    return [t.producer for t in tensors if t.producer is not None and t.producer.phase == "backward"]
 
 
 def _loops(graph: Graph) -> list[Loop]:
@@ -983,54 +1007,62 @@ def _policies(lesson: Lesson) -> Iterator[Checkpoint]:
 @_law
 def checkpoints_change_no_gradient_and_save_no_flops(lesson: Lesson) -> None:
     """Check equal gradients, no fewer FLOPs, and saved tensors: only former residuals, segment inputs and named ops."""
-    before = lesson.trial.answers["flops"]
+    baseline = lesson.trial.answers["flops"]
     for policy in _policies(lesson):
-        again = Lesson(lesson.graph, lesson.point, policy)
+        checkpointed = Lesson(lesson.graph, lesson.point, policy)
         try:
-            again.trained  # noqa: B018  # derived when it is asked for
+            checkpointed.trained  # noqa: B018  # derived when it is asked for
         except GraphError as error:
             if "has overwritten in place" not in str(error):
                 raise
             continue  # an op in place has overwritten an input of a recomputed segment
-        assert again.trial.answers["flops"] >= before, f"{policy}: {again.trial.answers['flops']} FLOPs, not {before}"
+        assert checkpointed.trial.answers["flops"] >= baseline, (
+            f"{policy}: {checkpointed.trial.answers['flops']} FLOPs, not {baseline}"
+        )
         # another peeled layer has its own parameters, so that the values differ
-        alike = {n: v.size for n, v in again.values.items()} == {n: v.size for n, v in lesson.values.items()}
+        alike = {n: v.size for n, v in checkpointed.values.items()} == {n: v.size for n, v in lesson.values.items()}
         for name, gradient in lesson.run.gradients.items() if alike else ():
-            found = again.run.gradients[name].reshape(gradient.shape)
-            close = np.allclose(found, gradient, rtol=1e-9, atol=1e-12, equal_nan=True)
+            actual = checkpointed.run.gradients[name].reshape(gradient.shape)
+            close = np.allclose(actual, gradient, rtol=1e-9, atol=1e-12, equal_nan=True)
             assert close, f"{policy}: the gradient of {name!r} differs"
-        same(again.trial.answers["flops"], again.trial.run.flops, f"{policy}: FLOPs")
-        same(again.trial.answers["peak_memory"], again.trial.run.peak, f"{policy}: peak memory")
-        more = _kept(again) - _kept(lesson) - {base_name(name) for name in _started_from(again)}
-        assert not more, f"{policy}: keeps {', '.join(sorted(more))}, which was not kept and no run starts from"
+        same(checkpointed.trial.answers["flops"], checkpointed.trial.run.flops, f"{policy}: FLOPs")
+        same(checkpointed.trial.answers["peak_memory"], checkpointed.trial.run.peak, f"{policy}: peak memory")
+        newly_saved = (
+            _saved_names(checkpointed)
+            - _saved_names(lesson)
+            - {base_name(name) for name in _segment_inputs(checkpointed)}
+        )
+        assert not newly_saved, (
+            f"{policy}: keeps {', '.join(sorted(newly_saved))}, which was not saved before and is no segment input"
+        )
 
 
-def _kept(lesson: Lesson) -> set[str]:
+def _saved_names(lesson: Lesson) -> set[str]:
     """Return the names of saved tensors, without iterations."""
     program = played(lesson.trained, lesson.point)
-    first = next(i for i, step in enumerate(program.steps) if step.op.phase != "forward")
+    backward_start = next(i for i, step in enumerate(program.steps) if step.op.phase != "forward")
     return {
         base_name(life.name.split("[")[0])
         for life in program.lives
-        if life.born is not None and life.born < first <= (life.dies or first)
+        if life.born is not None and life.born < backward_start <= (life.dies or backward_start)
     }
 
 
-def _started_from(lesson: Lesson) -> set[str]:
+def _segment_inputs(lesson: Lesson) -> set[str]:
     """Return the forward tensors that recomputed segments read."""
     assert lesson.checkpoint is not None
-    found: set[str] = set()
+    names: set[str] = set()
     for graph in lesson.trained.bodies():
         for run_ in lesson.checkpoint.runs([op for op in graph.ops if op.phase == "forward"]):
-            made = {t for op in run_ for t in op.results}
-            found |= {name for op in run_ for t in op.operands if t not in made for name in _storage_names(t)}
-            found |= {
+            produced = {t for op in run_ for t in op.results}
+            names |= {name for op in run_ for t in op.operands if t not in produced for name in _storage_names(t)}
+            names |= {
                 name for op in run_ if lesson.checkpoint.keeps(op) for t in op.results for name in _storage_names(t)
             }
             if graph.owner is not None:
-                outer = graph.owner
-                found |= {t.storage.name for t in (*outer.operands, *outer.results, *graph.outputs)}
-    return found
+                owner = graph.owner
+                names |= {t.storage.name for t in (*owner.operands, *owner.results, *graph.outputs)}
+    return names
 
 
 def _storage_names(t: Tensor) -> Iterator[str]:

@@ -26,8 +26,8 @@ from ..ops.elementwise import Dropout
 from ..ops.index import Gather, Scatter
 from ..ops.kv_cache import Append
 from .interpreter import (
-    MEANINGS,
     RANK,
+    REFERENCE_SEMANTICS,
     Array,
     At,
     Meaning,
@@ -49,14 +49,14 @@ __all__ = ["check_sharded", "run_ranks"]
 Rank = dict[str, int]
 
 
-def _dropped(at: At[Dropout]) -> None:
+def _keep_all(at: At[Dropout]) -> None:
     """Keep all elements: each rank would draw another mask."""
     x = at.operands[0].array
     whole(lambda at: x / (1 - at.kind.p))(at)
     whole(lambda at: np.ones(x.shape), to=1)(at)
 
 
-_PLAIN: dict[type[OpKind], Meaning] = {**MEANINGS, Dropout: _dropped}
+_RANK_INDEPENDENT: dict[type[OpKind], Meaning] = {**REFERENCE_SEMANTICS, Dropout: _keep_all}
 
 # -- mesh --------------------------------------------------------------------------------------------------------------
 
@@ -68,28 +68,28 @@ class _Mesh:
         self.sizes, self.degrees = sizes, degrees
         self.ranks = list(_ranks(sharding.mesh, degrees))
 
-    def part(self, array: Array, at: Placement, rank: Rank) -> Array:
+    def part(self, array: Array, placement: Placement, rank: Rank) -> Array:
         """Return a rank's shard of an array."""
-        out = array
-        for i, factors in enumerate(at.dims):
-            out = np.take(out, self._positions(factors, array.shape[i], rank), axis=i)
+        shard = array
+        for i, factors in enumerate(placement.dims):
+            shard = np.take(shard, self._positions(factors, array.shape[i], rank), axis=i)
         # the first rank holds all of a partial sum, the others zeros
-        return np.zeros_like(out) if any(rank[axis] for axis in at.pending) else out
+        return np.zeros_like(shard) if any(rank[axis] for axis in placement.pending) else shard
 
-    def assembled(self, parts: Sequence[Array], at: Placement, shape: tuple[int, ...]) -> Array:
+    def assembled(self, shards: Sequence[Array], placement: Placement, shape: tuple[int, ...]) -> Array:
         """Assemble the global array from the shards: replicas must agree, partial sums are added."""
-        if at.partial:
-            parts = [np.sum([parts[i] for i in self._along(rank, at.pending)], axis=0) for rank in self.ranks]
-        out = np.full(shape, np.nan)
-        seen = np.zeros(shape, dtype=bool)
-        for rank, part in zip(self.ranks, parts, strict=True):
-            index = [self._positions(factors, n, rank) for factors, n in zip(at.dims, shape, strict=True)]
-            place = np.ix_(*index) if index else ()
-            same = np.isclose(out[place], part, rtol=1e-9, atol=1e-12, equal_nan=True) | ~seen[place]
-            assert bool(np.all(same)), f"rank {rank} has other numbers than another one that has the same part"
-            out[place] = part
-            seen[place] = True
-        return out
+        if placement.partial:
+            shards = [np.sum([shards[i] for i in self._along(rank, placement.pending)], axis=0) for rank in self.ranks]
+        result = np.full(shape, np.nan)
+        assigned = np.zeros(shape, dtype=bool)
+        for rank, shard in zip(self.ranks, shards, strict=True):
+            index = [self._positions(factors, n, rank) for factors, n in zip(placement.dims, shape, strict=True)]
+            grid = np.ix_(*index) if index else ()
+            agrees = np.isclose(result[grid], shard, rtol=1e-9, atol=1e-12, equal_nan=True) | ~assigned[grid]
+            assert bool(np.all(agrees)), f"rank {rank} differs from a replica of the same shard"
+            result[grid] = shard
+            assigned[grid] = True
+        return result
 
     def _along(self, rank: Rank, axes: Collection[str]) -> list[int]:
         """Return the ranks that differ from one only along some axes."""
@@ -101,8 +101,8 @@ class _Mesh:
             return np.arange(size)
         shape = [self.degrees[f] if isinstance(f, str) else self.sizes(f) for f in factors]
         if not all(isinstance(n, int) for n in shape):
-            raise ShapeError(f"an axis of {size} in parts of {', '.join(map(str, shape))}: expected whole numbers")
-        assert prod(shape) == size, f"an axis of {size} in parts of {shape}"
+            raise ShapeError(f"an axis of size {size} in shards of {', '.join(map(str, shape))}: expected integers")
+        assert prod(shape) == size, f"an axis of size {size} in shards of {shape}"
         grid = np.arange(size).reshape(shape)
         return grid[tuple(rank[f] if isinstance(f, str) else slice(None) for f in factors)].reshape(-1)
 
@@ -110,14 +110,14 @@ class _Mesh:
 def _ranks(mesh: Mesh, degrees: Mapping[str, int]) -> Iterator[Rank]:
     """Yield the mesh coordinates of every rank, the innermost axis fastest."""
     names = list(mesh)
-    for place in product(*(range(degrees[n]) for n in names)):
-        yield dict(zip(names, place, strict=True))
+    for coordinates in product(*(range(degrees[n]) for n in names)):
+        yield dict(zip(names, coordinates, strict=True))
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-class _Meeting:
+class _Rendezvous:
     """Rendezvous at which the ranks of a group exchange arrays."""
 
     def __init__(self, ranks: Sequence[Rank], mesh: Mesh) -> None:
@@ -127,9 +127,9 @@ class _Meeting:
 
     def group(self, me: int, axis: str) -> list[int]:
         """Return the rank's group along an axis, in order."""
-        mine = self.ranks[me]
-        others = {*mine} - {*self.mesh.parts(axis)}
-        return [i for i, r in enumerate(self.ranks) if all(r[a] == mine[a] for a in others)]
+        coordinates = self.ranks[me]
+        fixed_axes = {*coordinates} - {*self.mesh.parts(axis)}
+        return [i for i, r in enumerate(self.ranks) if all(r[a] == coordinates[a] for a in fixed_axes)]
 
     def place(self, me: int, axis: str) -> int:
         """Return a rank's index in its group."""
@@ -139,21 +139,21 @@ class _Meeting:
         """Return the arrays of the whole group."""
         self.brought[me] = np.array(array)
         self.barrier.wait()
-        found = [self.brought[i] for i in self.group(me, axis)]
+        arrays = [self.brought[i] for i in self.group(me, axis)]
         self.barrier.wait()
-        return found
+        return arrays
 
 
-def _around(part: Value, dim: int, ranks: int, rank: int) -> Value:
+def _unsharded_view(shard: Value, dim: int, ranks: int, rank: int) -> Value:
     """Return a view of the whole buffer around a rank's shard."""
-    whole, array = part.buffer.array.reshape(-1), part.array
-    start = part.address((0,) * array.ndim) - rank * array.shape[dim] * array.strides[dim]
+    flat, array = shard.buffer.array.reshape(-1), shard.array
+    start = shard.address((0,) * array.ndim) - rank * array.shape[dim] * array.strides[dim]
     shape = (*array.shape[:dim], array.shape[dim] * ranks, *array.shape[dim + 1 :])
-    found = np.lib.stride_tricks.as_strided(whole[start // array.itemsize :], shape, array.strides)
-    return Value(found, part.buffer)
+    unsharded = np.lib.stride_tricks.as_strided(flat[start // array.itemsize :], shape, array.strides)
+    return Value(unsharded, shard.buffer)
 
 
-def _own(array: Array, dim: int, ranks: int, rank: int) -> Array:
+def _shard_view(array: Array, dim: int, ranks: int, rank: int) -> Array:
     """Return a rank's shard along an axis, as a view."""
     size = array.shape[dim] // ranks
     return array[(slice(None),) * dim + (slice(rank * size, (rank + 1) * size),)]
@@ -162,91 +162,97 @@ def _own(array: Array, dim: int, ranks: int, rank: int) -> Array:
 class _Rank:
     """Reference semantics of the op kinds that communicate or depend on the rank."""
 
-    def __init__(self, me: int, meeting: _Meeting) -> None:
-        self.me, self.meeting = me, meeting
+    def __init__(self, me: int, rendezvous: _Rendezvous) -> None:
+        self.me, self.rendezvous = me, rendezvous
         self.meanings: dict[type[OpKind], Meaning] = {
-            **_PLAIN,
+            **_RANK_INDEPENDENT,
             Collective: self.collective,
             LocalShard: self.part,
             Unshard: self.around,
-            Merge: lambda at: merged(at, self.meeting.place(self.me, at.kind.axis)),
-            Gather: self.in_part(whole(self.looked_up), _PLAIN[Gather]),
-            Scatter: self.in_part(whole(self.scattered), _PLAIN[Scatter]),
-            Append: self.in_part(self.appended, _PLAIN[Append]),
+            Merge: lambda at: merged(at, self.rendezvous.place(self.me, at.kind.axis)),
+            Gather: self.by_table_sharding(whole(self.looked_up), _RANK_INDEPENDENT[Gather]),
+            Scatter: self.by_table_sharding(whole(self.scattered), _RANK_INDEPENDENT[Scatter]),
+            Append: self.by_table_sharding(self.appended, _RANK_INDEPENDENT[Append]),
         }
 
     @staticmethod
-    def in_part(split: Meaning, plain: Meaning) -> Meaning:
+    def by_table_sharding(sharded: Meaning, replicated: Meaning) -> Meaning:
         """Choose between the semantics for a sharded and for a replicated table."""
 
         def chosen(at: At[Any]) -> None:
-            (split if at.kind.part else plain)(at)
+            (sharded if at.kind.part else replicated)(at)
 
         return chosen
 
     def collective(self, at: At[Collective]) -> None:
         """Run a collective."""
         # without an axis, all ranks contribute the same array
-        (whole(self.exchanged) if at.kind.axis else _PLAIN[Collective])(at)
+        (whole(self.exchanged) if at.kind.axis else _RANK_INDEPENDENT[Collective])(at)
 
     def exchanged(self, at: At[Collective]) -> Array:
         """Exchange arrays with the group and return this rank's result."""
         kind = at.kind
-        found = self.meeting.exchange(self.me, kind.axis, at.operands[0].array)
-        assert len(found) == at.of(kind.ranks), f"{at.op.name!r}: {len(found)} ranks, expected {at.of(kind.ranks)}"
+        arrays = self.rendezvous.exchange(self.me, kind.axis, at.operands[0].array)
+        assert len(arrays) == at.of(kind.ranks), f"{at.op.name!r}: {len(arrays)} ranks, expected {at.of(kind.ranks)}"
         if kind.inplace and kind.collective == "all_gather":
-            at.made[0] = _around(at.operands[0], kind.dim, len(found), self.meeting.place(self.me, kind.axis))
+            at.made[0] = _unsharded_view(
+                at.operands[0], kind.dim, len(arrays), self.rendezvous.place(self.me, kind.axis)
+            )
         elif kind.inplace:
-            own = self.meeting.place(self.me, kind.axis) if kind.collective == "reduce_scatter" else None
-            at.view(lambda array: array if own is None else _own(array, kind.dim, len(found), own))
-        return together(at, found, self.meeting.place(self.me, kind.axis))
+            group_rank = self.rendezvous.place(self.me, kind.axis) if kind.collective == "reduce_scatter" else None
+            at.view(
+                lambda array: array if group_rank is None else _shard_view(array, kind.dim, len(arrays), group_rank)
+            )
+        return together(at, arrays, self.rendezvous.place(self.me, kind.axis))
 
     def part(self, at: At[LocalShard]) -> None:
         """Take the rank's shard."""
         kind, ranks, blocks = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks)
-        me = self.meeting.place(self.me, kind.axis)
+        me = self.rendezvous.place(self.me, kind.axis)
         if blocks == 1:
-            at.view(lambda array: _own(array, kind.dim, ranks, me))
+            at.view(lambda array: _shard_view(array, kind.dim, ranks, me))
         else:
             whole(lambda at: cut(at.operands[0].array, kind.dim, blocks, ranks, me))(at)
 
     def around(self, at: At[Unshard]) -> None:
         """View the whole buffer around the rank's shard."""
         kind = at.kind
-        at.made[0] = _around(at.operands[0], kind.dim, at.of(kind.ranks), self.meeting.place(self.me, kind.axis))
+        at.made[0] = _unsharded_view(
+            at.operands[0], kind.dim, at.of(kind.ranks), self.rendezvous.place(self.me, kind.axis)
+        )
 
-    def own(self, at: At[Any], rows: int) -> tuple[Array, Array]:
+    def local_rows(self, at: At[Any], rows: int) -> tuple[Array, Array]:
         """Translate global row indices to local ones, with a mask of the rows that the rank owns."""
         axis = at.kind.part
-        ranks, me = len(self.meeting.group(self.me, axis)), self.meeting.place(self.me, axis)
-        own = at.operands[1].array.astype(int) % (rows * ranks) - me * rows
-        return own, (own >= 0) & (own < rows)
+        ranks, me = len(self.rendezvous.group(self.me, axis)), self.rendezvous.place(self.me, axis)
+        local_index = at.operands[1].array.astype(int) % (rows * ranks) - me * rows
+        return local_index, (local_index >= 0) & (local_index < rows)
 
     def looked_up(self, at: At[Gather]) -> Array:
         """Look up the local rows, with zeros for other ranks' rows."""
         table, batch = at.operands[0].array, at.kind.batch
-        own, inside = self.own(at, table.shape[batch])
-        found = table[(*np.indices(own.shape)[:batch], np.where(inside, own, 0))]
-        return np.where(inside.reshape(*inside.shape, *(1,) * (found.ndim - inside.ndim)), found, 0.0)
+        local_index, is_local = self.local_rows(at, table.shape[batch])
+        rows = table[(*np.indices(local_index.shape)[:batch], np.where(is_local, local_index, 0))]
+        return np.where(is_local.reshape(*is_local.shape, *(1,) * (rows.ndim - is_local.ndim)), rows, 0.0)
 
     def scattered(self, at: At[Scatter]) -> Array:
         """Write the updates to local rows."""
         kind, target, updates = at.kind, at.operands[0].array, at.operands[-1].array
         if kind.overwrites():
             at.made[0] = at.operands[0]
-        own, inside = self.own(at, target.shape[kind.batch])
-        out = np.array(target)
-        place = (*(i[inside] for i in np.indices(own.shape)[: kind.batch]), own[inside])
+        local_index, is_local = self.local_rows(at, target.shape[kind.batch])
+        result = np.array(target)
+        rows = (*(i[is_local] for i in np.indices(local_index.shape)[: kind.batch]), local_index[is_local])
         if kind.mode == "set":
-            out[place] = updates[inside]
+            result[rows] = updates[is_local]
         else:
-            (np.add if kind.mode == "add" else np.maximum).at(out, place, updates[inside])
-        return out
+            (np.add if kind.mode == "add" else np.maximum).at(result, rows, updates[is_local])
+        return result
 
     def appended(self, at: At[Append]) -> None:
         """Append the new positions that fall into the rank's cache shard; later ranks hold the positions after it."""
         axis = at.kind.part
-        later = len(self.meeting.group(self.me, axis)) - 1 - self.meeting.place(self.me, axis)
+        later = len(self.rendezvous.group(self.me, axis)) - 1 - self.rendezvous.place(self.me, axis)
         appended(at, later * at.operands[0].array.shape[at.kind.axis])
 
 
@@ -292,43 +298,47 @@ def run_ranks(
     [({'tp': 0}, [10.0]), ({'tp': 1}, [10.0])]
     """
     mesh = _mesh(graph, degrees or {}, dims)
-    meeting = _Meeting(mesh.ranks, graph.sharding.mesh)  # type: ignore[union-attr]  # `_mesh` has looked
-    asked = {name: n for name, n in dims.items() if name in known_names(graph)}
+    rendezvous = _Rendezvous(mesh.ranks, graph.sharding.mesh)  # type: ignore[union-attr]  # `_mesh` has looked
+    sizes = {name: n for name, n in dims.items() if name in known_names(graph)}
     places = graph.sharding.places  # type: ignore[union-attr]
-    made = [t for t in graph.tensors if t.name in graph.sharding.own]  # type: ignore[union-attr]
-    out: list[Any] = [None] * len(mesh.ranks)
+    rank_only = [t for t in graph.tensors if t.name in graph.sharding.own]  # type: ignore[union-attr]
+    results: list[Any] = [None] * len(mesh.ranks)
 
-    def one(me: int) -> None:
+    def run_rank(me: int) -> None:
         try:
-            given = {n: np.asarray(a, dtype=float) for n, a in inputs.items()}
+            arrays = {n: np.asarray(a, dtype=float) for n, a in inputs.items()}
             RANK.set(mesh.ranks[me])  # context variables are per thread
-            own = {n: mesh.part(a, places[n], mesh.ranks[me]) for n, a in given.items()}
-            own |= {t.name: np.full(tuple(map(mesh.sizes, t.sizes)), np.nan) for t in made if t.name not in own}
-            out[me] = run(graph, own, meanings=_Rank(me, meeting).meanings, **asked)
+            shards = {n: mesh.part(a, places[n], mesh.ranks[me]) for n, a in arrays.items()}
+            shards |= {
+                t.name: np.full(tuple(map(mesh.sizes, t.sizes)), np.nan) for t in rank_only if t.name not in shards
+            }
+            results[me] = run(graph, shards, meanings=_Rank(me, rendezvous).meanings, **sizes)
         except BaseException as error:  # re-raised in the main thread
-            out[me] = error
-            meeting.barrier.abort()
+            results[me] = error
+            rendezvous.barrier.abort()
 
-    threads = [Thread(target=one, args=(i,)) for i in range(len(mesh.ranks))]
+    threads = [Thread(target=run_rank, args=(i,)) for i in range(len(mesh.ranks))]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    failed = [e for e in out if isinstance(e, BaseException)]
+    failed = [e for e in results if isinstance(e, BaseException)]
     for error in sorted(failed, key=lambda e: isinstance(e, BrokenBarrierError)):
         raise error
-    return list(zip(mesh.ranks, out, strict=True))
+    return list(zip(mesh.ranks, results, strict=True))
 
 
 def _mesh(graph: Graph, degrees: Mapping[str, int], dims: Mapping[str, int]) -> _Mesh:
     need_graph("run_ranks", graph)
     sharding = graph.sharding
     if sharding is None:
-        raise GraphError(f"run_ranks of graph {graph.name!r}, which is on no mesh: expected one that shard made")
+        raise GraphError(
+            f"run_ranks of graph {graph.name!r}, which is not sharded: expected a graph from costgraph.shard"
+        )
     point = {**graph.defaults, **dims}
-    known = {name: degrees[name] if name in degrees else int(Sizes(point)(n)) for name, n in sharding.mesh.axes}
-    point |= {str(n): known[name] for name, n in sharding.mesh.axes if n.constant is None}
-    return _Mesh(sharding, Sizes(point), known)
+    axis_sizes = {name: degrees[name] if name in degrees else int(Sizes(point)(n)) for name, n in sharding.mesh.axes}
+    point |= {str(n): axis_sizes[name] for name, n in sharding.mesh.axes if n.constant is None}
+    return _Mesh(sharding, Sizes(point), axis_sizes)
 
 
 def check_sharded(
@@ -371,32 +381,34 @@ def check_sharded(
     """
     mesh = _mesh(sharded, degrees or {}, dims)
     values = _numbers(graph, mesh.sizes, np.random.default_rng(seed))
-    asked = {name: n for name, n in dims.items() if name in known_names(graph)}
-    expected = run(graph, values, meanings=_PLAIN, **asked)
+    sizes = {name: n for name, n in dims.items() if name in known_names(graph)}
+    expected = run(graph, values, meanings=_RANK_INDEPENDENT, **sizes)
     ranks = [counted for _, counted in run_ranks(sharded, values, degrees, **dims)]
     sharding = sharded.sharding
     assert sharding is not None  # checked by run_ranks
 
-    def same(what: str, whole_: Array, at: Placement, part: Callable[[Run], Array]) -> None:
-        if not whole_.size:  # stacked over no iterations
+    def compare(quantity: str, reference: Array, target: Placement, select: Callable[[Run], Array]) -> None:
+        if not reference.size:  # stacked over no iterations
             return
-        found = mesh.assembled([part(counted) for counted in ranks], at, whole_.shape)
-        assert np.allclose(found, whole_, rtol=1e-9, atol=1e-12, equal_nan=True), f"{what} differs on a mesh"
+        assembled = mesh.assembled([select(counted) for counted in ranks], target, reference.shape)
+        assert np.allclose(assembled, reference, rtol=1e-9, atol=1e-12, equal_nan=True), f"{quantity} differs on a mesh"
 
     for i, array in enumerate(expected.outputs):
-        same(f"output {i + 1}", array, sharding.outputs[i], lambda counted, i=i: counted.outputs[i])  # type: ignore[misc]
+        compare(f"output {i + 1}", array, sharding.outputs[i], lambda counted, i=i: counted.outputs[i])  # type: ignore[misc]
     for name, array in expected.gradients.items():
-        place = sharding.gradients[name]
-        same(f"gradient of {name!r}", array, place, lambda counted, name=name: counted.gradients[name])  # type: ignore[misc]
+        placement = sharding.gradients[name]
+        compare(f"gradient of {name!r}", array, placement, lambda counted, name=name: counted.gradients[name])  # type: ignore[misc]
     sources = _sources(expected)
-    kept = [{k: v for k, v in _sources(rank).items() if k.partition("[")[0] not in sharding.own} for rank in ranks]
-    by_run = dict(zip(map(id, ranks), kept, strict=True))
-    assert all(len(names) == len(sources) for names in kept), "a rank has other sources"
+    rank_sources = [
+        {k: v for k, v in _sources(rank).items() if k.partition("[")[0] not in sharding.own} for rank in ranks
+    ]
+    by_run = dict(zip(map(id, ranks), rank_sources, strict=True))
+    assert all(len(names) == len(sources) for names in rank_sources), "a rank has other sources"
     for name, array in sources.items():
-        place = sharding.places[name.partition("[")[0]]
+        placement = sharding.places[name.partition("[")[0]]
         # a stacked source has one buffer per iteration: drop the leading axes
-        place = place.with_dims(place.dims[len(place.dims) - array.ndim :])
-        same(f"{name!r}", array, place, lambda counted, name=name: by_run[id(counted)][name])  # type: ignore[misc]
+        placement = placement.with_dims(placement.dims[len(placement.dims) - array.ndim :])
+        compare(f"{name!r}", array, placement, lambda counted, name=name: by_run[id(counted)][name])  # type: ignore[misc]
 
 
 def _sources(run: Run) -> dict[str, Array]:
@@ -406,14 +418,14 @@ def _sources(run: Run) -> dict[str, Array]:
 
 def _numbers(graph: Graph, sizes: Sizes, random: np.random.Generator) -> dict[str, Array]:
     """Return values for all sources: random numbers from 0.5 to 2 for floats, small indices for integers."""
-    out = {}
+    values = {}
     for t in (t for g in graph.bodies() for t in g.tensors if t.producer is None and t.role != "formal"):
         shape = tuple(sizes(n) for n in t.sizes)
         count = prod(shape)
         if t.dtype.kind == "float":
-            out[t.name] = random.uniform(0.5, 2, shape)
+            values[t.name] = random.uniform(0.5, 2, shape)
         else:
-            out[t.name] = np.arange(count, dtype=float).reshape(shape) % (
+            values[t.name] = np.arange(count, dtype=float).reshape(shape) % (
                 2 if t.dtype.kind == "bool" else max(count, 1)
             )
-    return out
+    return values

@@ -36,8 +36,8 @@ from ..optimizers.adaptive import Adam
 from ..optimizers.optimizer import fused_update
 from ..optimizers.sgd import SGD
 from .arithmetic import FUNCTIONS, Number, function, tally
-from .interpreter import Array, At, Point, Value, meaning
-from .strategies import Sketch, sample
+from .interpreter import Array, At, Point, Value, reference_semantics
+from .strategies import Sketch, strategy
 
 __all__ = [
     "appended",
@@ -51,12 +51,12 @@ __all__ = [
 # -- KV cache ----------------------------------------------------------------------------------------------------------
 
 
-@meaning(Cache)
+@reference_semantics(Cache)
 def _cache(at: At[Cache]) -> None:
     at.view(np.asarray)
 
 
-@sample(Cache)
+@strategy(Cache)
 def _drawn_cache(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor()
     names = [f"a{i}" for i in range(x.ndim)]
@@ -64,65 +64,65 @@ def _drawn_cache(s: Sketch) -> Sequence[Tensor]:
     return [cache(x, " ".join(names), along=along, window=s.one_of([None, 2]) if along else None)]
 
 
-@meaning(InitialState)
+@reference_semantics(InitialState)
 def _initial_state(at: At[InitialState]) -> None:
     for index in at.result().index():
         at.write(0.0, *index)
 
 
-@sample(InitialState)
+@strategy(InitialState)
 def _drawn_state(s: Sketch) -> Sequence[Tensor]:
     return [initial_state(s.shape(), s.one_of(["fp32", "bf16"]))]
 
 
-def appended(at: At[Append], behind: int = 0) -> None:
-    """Write the new positions to the end of the cache, except the last `behind`, which later ranks hold."""
+def appended(at: At[Append], reserved: int = 0) -> None:
+    """Write the new positions to the end of the cache, except the last `reserved`, which later ranks hold."""
     at.made[0] = at.operands[0]
     axis = at.kind.axis
-    held, new = at.operands[0].array.shape[axis], max(at.operands[1].array.shape[axis] - behind, 0)
-    taken = min(held, new)
+    room, count = at.operands[0].array.shape[axis], max(at.operands[1].array.shape[axis] - reserved, 0)
+    written = min(room, count)
     for index in at.operands[1].points():
-        place = index[axis] - (new - taken)
-        if 0 <= place < taken:
-            target = (*index[:axis], held - taken + place, *index[axis + 1 :])
+        position = index[axis] - (count - written)
+        if 0 <= position < written:
+            target = (*index[:axis], room - written + position, *index[axis + 1 :])
             at.write(at.read(1, *index), *target)
 
 
-meaning(Append)(appended)
+reference_semantics(Append)(appended)
 
 
-@sample(Append)
+@strategy(Append)
 def _drawn_append(s: Sketch) -> Sequence[Tensor]:
-    new = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
-    axis = s.number(0, new.ndim - 1)
-    room = s.one_of([new.shape[axis], new.shape[axis] + 2, 1])
-    held = fill((*new.shape[:axis], room, *new.shape[axis + 1 :]), 1.5, s.one_of(["fp32", "bf16"]))
-    return [append(held, new, axis)]
+    positions = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
+    axis = s.number(0, positions.ndim - 1)
+    room = s.one_of([positions.shape[axis], positions.shape[axis] + 2, 1])
+    cached = fill((*positions.shape[:axis], room, *positions.shape[axis + 1 :]), 1.5, s.one_of(["fp32", "bf16"]))
+    return [append(cached, positions, axis)]
 
 
 # -- gradient ops ------------------------------------------------------------------------------------------------------
 
 
-@meaning(Fill)
+@reference_semantics(Fill)
 def _fill(at: At[Fill]) -> None:
     (value,) = at.of((at.kind.value,))
     for index in at.result().index():
         at.write(value, *index)
 
 
-@sample(Fill)
+@strategy(Fill)
 def _drawn_fill(s: Sketch) -> Sequence[Tensor]:
     return [fill(s.shape(), s.one_of([0, 1, -1.5]), s.one_of(["fp32", "bf16"]))]
 
 
-@meaning(Assign)
+@reference_semantics(Assign)
 def _assign(at: At[Assign]) -> None:
     at.made[0] = at.operands[0]
     for index in at.operands[1].points():
         at.write(at.read(1, *index), *index)
 
 
-@sample(Assign)
+@strategy(Assign)
 def _drawn_assign(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor()
     target = x if s.may_change(x) and x.touched == x.numel else fill(x.shape, dtype=s.one_of(["fp32", "bf16"]))
@@ -130,71 +130,71 @@ def _drawn_assign(s: Sketch) -> Sequence[Tensor]:
     return [assign(target, value)]
 
 
-@meaning(Pad)
+@reference_semantics(Pad)
 def _pad(at: At[Pad]) -> None:
     axis, start, step = at.kind.axis, at.of(at.kind.start), at.kind.step
     x = at.operands[0].array
     for index in product(*map(range, at.result().array.shape)):
-        place = (index[axis] - start) / step
+        position = (index[axis] - start) / step
         if not at.operands[0].holds((*index[:axis], 0, *index[axis + 1 :])):
             continue  # zeros outside the domain
-        if place in range(x.shape[axis]):
-            at.write(at.read(0, *index[:axis], int(place), *index[axis + 1 :]), *index)
+        if position in range(x.shape[axis]):
+            at.write(at.read(0, *index[:axis], int(position), *index[axis + 1 :]), *index)
         else:
             at.write(0.0, *index)
 
 
-@sample(Pad)
+@strategy(Pad)
 def _drawn_pad(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
     axis, step, start = s.axis(x), s.number(1, 2), s.one_of([0, 1, dims("A")])
-    full = start + (x.sizes[axis].expr - 1) * step + s.number(1, 2)
-    return [pad(x, axis, start, full, step)]
+    padded_size = start + (x.sizes[axis].expr - 1) * step + s.number(1, 2)
+    return [pad(x, axis, start, padded_size, step)]
 
 
-@sample(Unpool)
+@strategy(Unpool)
 def _drawn_unpool(s: Sketch) -> Sequence[Tensor]:
     x = s.fresh((*s.shape(1, 6), s.number(3, 5)))
     width = s.number(1, 3)
     operation = s.one_of(["max", "mean"])
-    made = pool(x, operation, window=(width,), stride=s.number(1, 3), padding=s.number(0, width // 2))
-    assert made.producer is not None
-    kind = made.producer.kind
+    pooled = pool(x, operation, window=(width,), stride=s.number(1, 3), padding=s.number(0, width // 2))
+    assert pooled.producer is not None
+    kind = pooled.producer.kind
     assert isinstance(kind, Pool)
-    back = Unpool(pattern=kind.pattern, extents=kind.extents, operation=kind.operation, inside=kind.inside)
-    places = [s.fresh(made.shape, "int64", "input")] if operation == "max" else []
-    return apply(back, [s.fresh(made.shape, x.dtype.name), x, *places], "unpool")
+    gradient_kind = Unpool(pattern=kind.pattern, extents=kind.extents, operation=kind.operation, inside=kind.inside)
+    places = [s.fresh(pooled.shape, "int64", "input")] if operation == "max" else []
+    return apply(gradient_kind, [s.fresh(pooled.shape, x.dtype.name), x, *places], "unpool")
 
 
 # -- top-k and expert routing ------------------------------------------------------------------------------------------
 
 
-@meaning(TopK)
+@reference_semantics(TopK)
 def _top_k(at: At[TopK]) -> None:
-    *lead, last = at.operands[0].array.shape
+    *lead, length = at.operands[0].array.shape
     for index in product(*map(range, lead)):
-        values = [at.read(0, *index, i) for i in range(last)]
+        values = [at.read(0, *index, i) for i in range(length)]
         # stable: the first of equal values wins
-        found = sorted(range(last), key=values.__getitem__, reverse=not at.kind.smallest)
-        at.tally.pointwise += last
+        order = sorted(range(length), key=values.__getitem__, reverse=not at.kind.smallest)
+        at.tally.pointwise += length
         for j in range(at.of(at.kind.k)):
-            at.write(values[found[j]], *index, j)
-            at.write(found[j], *index, j, to=1)
+            at.write(values[order[j]], *index, j)
+            at.write(order[j], *index, j, to=1)
 
 
-@meaning(Sort)
+@reference_semantics(Sort)
 def _sort(at: At[Sort]) -> None:
-    *lead, last = at.operands[0].array.shape
+    *lead, length = at.operands[0].array.shape
     for index in product(*map(range, lead)):
-        values = [at.read(0, *index, i) for i in range(last)]
-        found = sorted(range(last), key=values.__getitem__, reverse=at.kind.descending)
-        at.tally.pointwise += last
-        for j in range(last):
-            at.write(values[found[j]], *index, j)
-            at.write(found[j], *index, j, to=1)
+        values = [at.read(0, *index, i) for i in range(length)]
+        order = sorted(range(length), key=values.__getitem__, reverse=at.kind.descending)
+        at.tally.pointwise += length
+        for j in range(length):
+            at.write(values[order[j]], *index, j)
+            at.write(order[j], *index, j, to=1)
 
 
-@meaning(Dispatch)
+@reference_semantics(Dispatch)
 def _dispatch(at: At[Dispatch]) -> None:
     """Sort choices stably by expert; padding rows up to an expert's capacity point to the first token."""
     shape, experts, capacity = at.operands[0].array.shape, at.of(at.kind.experts), at.kind.capacity
@@ -204,52 +204,55 @@ def _dispatch(at: At[Dispatch]) -> None:
     rows: list[tuple[int, int]] = []
     dropped = {}
     for expert in range(experts):
-        mine = [i for i, index in enumerate(places) if chosen[index] == expert]
-        kept = mine if room is None else mine[:room]
-        for row, i in enumerate(kept, len(rows)):
+        choices = [i for i, index in enumerate(places) if chosen[index] == expert]
+        accepted = choices if room is None else choices[:room]
+        for row, i in enumerate(accepted, len(rows)):
             at.write(row, *places[i], to=2)
-        for i in mine:
-            dropped[places[i]] = i not in kept
-            if i not in kept:
+        for i in choices:
+            dropped[places[i]] = i not in accepted
+            if i not in accepted:
                 at.write(0, *places[i], to=2)
-        rows += [(i // shape[-1], expert) for i in kept]
-        rows += [(0, expert)] * (0 if room is None else room - len(kept))
+        rows += [(i // shape[-1], expert) for i in accepted]
+        rows += [(0, expert)] * (0 if room is None else room - len(accepted))
         at.write(len(rows), expert, to=1)
     for row, (token, expert) in enumerate(rows):
         at.write(token, row)
         if at.kind.owners:
             at.write(expert, row, to=3)
     if room is not None:
-        for index, gone in dropped.items():
-            at.write(float(gone), *index, to=len(at.op.results) - 1)
+        for index, is_dropped in dropped.items():
+            at.write(float(is_dropped), *index, to=len(at.op.results) - 1)
     at.tally.pointwise += 2 * len(places) + experts
 
 
 def merged(at: At[Merge], rank: int = 0) -> None:
     """Order the rows for a rank's experts by expert, then by sender."""
     ranks, count = at.of(at.kind.ranks), at.operands[0].array.shape[0] // at.of(at.kind.ranks)
-    each = at.of(at.kind.rows) // ranks
-    ends = [[int(at.read(0, sender * count + e)) - rank * each for e in range(count)] for sender in range(ranks)]
-    for sender, found in enumerate(ends):
-        balanced = found[0] >= 0 and found[-1] == each
+    rows_per_rank = at.of(at.kind.rows) // ranks
+    ends = [
+        [int(at.read(0, sender * count + e)) - rank * rows_per_rank for e in range(count)] for sender in range(ranks)
+    ]
+    for sender, sender_ends in enumerate(ends):
+        balanced = sender_ends[0] >= 0 and sender_ends[-1] == rows_per_rank
         assert balanced, (
-            f"{at.op.name!r}: rank {sender} has rows up to {found[-1] + rank * each} for rank {rank} of {ranks} and "
-            f"those before, expected {(rank + 1) * each}: the routing is not balanced"
+            f"{at.op.name!r}: rank {sender} has rows up to {sender_ends[-1] + rank * rows_per_rank} for rank {rank} "
+            f"of {ranks} and "
+            f"those before, expected {(rank + 1) * rows_per_rank}: the routing is not balanced"
         )
     row = 0
     for e in range(count):
-        for sender, found in enumerate(ends):
-            for i in range(found[e - 1] if e else 0, found[e]):
-                at.write(sender * each + i, row, to=1)
-                at.write(row, sender * each + i, to=2)
+        for sender, sender_ends in enumerate(ends):
+            for i in range(sender_ends[e - 1] if e else 0, sender_ends[e]):
+                at.write(sender * rows_per_rank + i, row, to=1)
+                at.write(row, sender * rows_per_rank + i, to=2)
                 if at.kind.owners:
                     at.write(e, row, to=3)
                 row += 1
         at.write(row, e)
-    at.tally.pointwise += ranks * (each + count)
+    at.tally.pointwise += ranks * (rows_per_rank + count)
 
 
-meaning(Merge)(merged)
+reference_semantics(Merge)(merged)
 
 
 def _owners(at: At[OpKind], rows: int) -> list[int | None]:
@@ -258,69 +261,69 @@ def _owners(at: At[OpKind], rows: int) -> list[int | None]:
     return [next((e for e, end in enumerate(ends) if row < end), None) for row in range(rows)]
 
 
-@meaning(GroupedMatmul)
+@reference_semantics(GroupedMatmul)
 def _grouped(at: At[GroupedMatmul]) -> None:
     """Multiply rows by their expert's matrix, and flag rows that differ from the routing assumption."""
-    (rows, inner), (experts, _, outer) = at.operands[0].array.shape, at.operands[1].array.shape
+    (rows, width), (experts, _, features) = at.operands[0].array.shape, at.operands[1].array.shape
     owners = _owners(at, rows)
     for row, owner in enumerate(owners):
-        for f in range(outer):
+        for f in range(features):
             total = 0.0
-            for d in range(inner):
+            for d in range(width):
                 x = at.read(0, row, d)
                 total += 0.0 if owner is None else x * at.read(1, owner, d, f)
                 at.tally.matmul += 2
                 at.tally.full += 2
             at.write(total, row, f)
-    routing, seen = at.kind.routing, len(set(owners) - {None})
-    read: Fraction | int = experts if routing == "capacity" else seen
+    routing, active = at.kind.routing, len(set(owners) - {None})
+    experts_read: Fraction | int = experts if routing == "capacity" else active
     if routing == "capacity":
-        for index in product(range(experts), range(inner), range(outer)):
+        for index in product(range(experts), range(width), range(features)):
             at.read(1, *index)
     elif routing == "balanced":
-        at.repeats = at.repeats or seen != min(experts, rows)
+        at.repeats = at.repeats or active != min(experts, rows)
     else:
         chosen = at.of(at.kind.chosen)
-        read = _mean_touched(experts, chosen, Fraction(rows, chosen))
+        experts_read = _mean_touched(experts, chosen, Fraction(rows, chosen))
         sizes = [b.element * b.array.size for b in (at.operands[0].buffer, at.operands[2].buffer)]
-        at.stated["reads"] = sum(sizes) + read * inner * outer * at.operands[1].buffer.element
+        at.stated["reads"] = sum(sizes) + experts_read * width * features * at.operands[1].buffer.element
         at.repeats = True  # the formula assumes the mean number of experts, not the actual one
-    at.tally.pointwise += at.kind.unpacked * inner * outer * read
+    at.tally.pointwise += at.kind.unpacked * width * features * experts_read
 
 
 def _mean_touched(experts: int, chosen: int, tokens: Fraction) -> Fraction:
     """Return the expected number of active experts if tokens choose independently and uniformly."""
-    without = Fraction(comb(experts - 1, chosen), comb(experts, chosen))
+    miss = Fraction(comb(experts - 1, chosen), comb(experts, chosen))
     assert tokens.denominator == 1
-    return experts * (1 - without ** int(tokens))
+    return experts * (1 - miss ** int(tokens))
 
 
-@meaning(GroupedOuter)
+@reference_semantics(GroupedOuter)
 def _grouped_outer(at: At[GroupedOuter]) -> None:
-    (rows, left), right = at.operands[0].array.shape, at.operands[1].array.shape[1]
-    made = at.result().array
-    for index in product(*map(range, made.shape)):
+    (rows, a_width), b_width = at.operands[0].array.shape, at.operands[1].array.shape[1]
+    gradient = at.result().array
+    for index in product(*map(range, gradient.shape)):
         at.write(0.0, *index)
     for row, owner in enumerate(_owners(at, rows)):
-        for i, j in product(range(left), range(right)):
+        for i, j in product(range(a_width), range(b_width)):
             term = at.read(0, row, i) * at.read(1, row, j)
             at.tally.matmul += 2
             at.tally.full += 2
             if owner is not None:
-                at.write(made[owner, i, j] + term, owner, i, j)
+                at.write(gradient[owner, i, j] + term, owner, i, j)
 
 
 # -- expert routing: samples -------------------------------------------------------------------------------------------
 
 
-@sample(TopK)
+@strategy(TopK)
 def _drawn_top_k(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and t.sizes[-1].constant is not None, (*s.shape(s.number(0, 2), 6), 3))
     values, ids = top_k(x, s.number(1, s.value(x.sizes[-1])))
     return [values, take_along(x, ids)]  # the order of equal elements is undefined
 
 
-@sample(Sort)
+@strategy(Sort)
 def _drawn_sort(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1, (*s.shape(s.number(0, 2), 6), 3))
     values, ids = sort(x, descending=s.chance(1))
@@ -336,7 +339,7 @@ def _sent(s: Sketch, capacity: object = None) -> tuple[int, int, Tensor, Tensor]
     return experts, min(chosen, experts), sent.ends, sent.tokens
 
 
-@sample(Dispatch)
+@strategy(Dispatch)
 def _drawn_dispatch(s: Sketch) -> Sequence[Tensor]:
     experts, tokens = s.number(1, 4), s.one_of([1, 2, 3, *dims("A B")])
     ids = s.fresh((tokens, s.number(1, 2)), "int64", "input")
@@ -346,7 +349,7 @@ def _drawn_dispatch(s: Sketch) -> Sequence[Tensor]:
     return [rows, gather(rows, sent.places)]
 
 
-@sample(Merge)
+@strategy(Merge)
 def _drawn_merge(s: Sketch) -> Sequence[Tensor]:
     """Exchange rows between two ranks with equal choices and balanced experts."""
     ranks, experts, chosen = 2, 2 * s.number(1, 2), s.number(1, 2)
@@ -355,21 +358,21 @@ def _drawn_merge(s: Sketch) -> Sequence[Tensor]:
     exchange = Collective(collective="all_to_all", ranks=poly(ranks), axis="x", source=0)
     (ends,) = apply(exchange, [sent.ends], "all_to_all")
     rows = poly(experts * chosen)
-    made = Merge(ranks=poly(ranks), axis="x", rows=rows, chosen=poly(chosen) / ranks, owners=s.chance(1))
-    return apply(made, [ends], "merge")
+    kind = Merge(ranks=poly(ranks), axis="x", rows=rows, chosen=poly(chosen) / ranks, owners=s.chance(1))
+    return apply(kind, [ends], "merge")
 
 
-@sample(GroupedMatmul)
+@strategy(GroupedMatmul)
 def _drawn_grouped(s: Sketch) -> Sequence[Tensor]:
     routing = s.one_of(ROUTINGS)
     experts, chosen, ends, tokens = _sent(s, 1.25 if routing == "capacity" else None)
-    inner, outer = s.number(1, 3), s.one_of([1, 2, *dims("A B")])
-    rows = s.fresh((*tokens.shape, inner), s.one_of(["fp32", "bf16"]))
-    weights = s.fresh((experts, inner, outer), "fp32")
+    width, features = s.number(1, 3), s.one_of([1, 2, *dims("A B")])
+    rows = s.fresh((*tokens.shape, width), s.one_of(["fp32", "bf16"]))
+    weights = s.fresh((experts, width, features), "fp32")
     return [grouped(rows, weights, ends, chosen, routing=routing)]
 
 
-@sample(GroupedOuter)
+@strategy(GroupedOuter)
 def _drawn_grouped_outer(s: Sketch) -> Sequence[Tensor]:
     _, _, ends, tokens = _sent(s)
     a, b = (s.fresh((*tokens.shape, s.number(1, 3)), s.one_of(["fp32", "bf16"])) for _ in range(2))
@@ -380,25 +383,25 @@ def _drawn_grouped_outer(s: Sketch) -> Sequence[Tensor]:
 # The interpreter runs a single stage: it sends to no one and receives zeros.
 
 
-@meaning(Send)
+@reference_semantics(Send)
 def _send(at: At[Send]) -> None:
     for index in at.operands[0].points():
         at.read(0, *index)
     at.view(np.asarray)
 
 
-@meaning(Receive)
+@reference_semantics(Receive)
 def _receive(at: At[Receive]) -> None:
     for index in np.ndindex(*at.result().array.shape):
         at.write(0, *index)
 
 
-@sample(Send)
+@strategy(Send)
 def _drawn_send(s: Sketch) -> Sequence[Tensor]:
     return apply(Send(), [s.tensor()], "send")
 
 
-@sample(Receive)
+@strategy(Receive)
 def _drawn_receive(s: Sketch) -> Sequence[Tensor]:
     return apply(Receive(sizes=tuple(map(poly, s.shape())), dtype=s.fresh(()).dtype), [], "receive")
 
@@ -412,30 +415,30 @@ def _rows(at: At[Gather | Scatter]) -> dict[Point, Point]:
     Repeated rows are recorded.
     """
     (table, *ids), batch = at.operands[: len(at.operands) - at.kind.after], at.kind.batch
-    found = {}
+    rows = {}
     for index in product(*map(range, ids[0].array.shape)):
-        own = (int(at.read(k + 1, *index)) % table.array.shape[batch + k] for k in range(len(ids)))
-        found[index] = (*index[:batch], *own)
-    looks: dict[int, set[tuple[int, ...]]] = {}
-    for index, row in found.items():
-        first = table.address(row + (0,) * (table.array.ndim - len(row)))
-        looks.setdefault(first, set()).add(tuple(t.address(index) for t in ids))
-    at.repeats = at.repeats or any(len(cells) > 1 for cells in looks.values())
-    return found
+        table_index = (int(at.read(k + 1, *index)) % table.array.shape[batch + k] for k in range(len(ids)))
+        rows[index] = (*index[:batch], *table_index)
+    lookups: dict[int, set[tuple[int, ...]]] = {}
+    for index, row in rows.items():
+        row_address = table.address(row + (0,) * (table.array.ndim - len(row)))
+        lookups.setdefault(row_address, set()).add(tuple(t.address(index) for t in ids))
+    at.repeats = at.repeats or any(len(cells) > 1 for cells in lookups.values())
+    return rows
 
 
-def _rests(at: At[Gather | Scatter]) -> list[Point]:
+def _row_contents(at: At[Gather | Scatter]) -> list[Point]:
     return list(product(*map(range, at.operands[0].array.shape[at.kind.row(at.op.operands)])))
 
 
-@meaning(Gather)
+@reference_semantics(Gather)
 def _gather(at: At[Gather]) -> None:
     for index, row in _rows(at).items():
-        for rest in _rests(at):
-            at.write(at.read(0, *row, *rest), *index, *rest)
+        for content in _row_contents(at):
+            at.write(at.read(0, *row, *content), *index, *content)
 
 
-@meaning(Scatter)
+@reference_semantics(Scatter)
 def _scatter(at: At[Scatter]) -> None:
     target, *_, updates = at.operands
     if at.kind.overwrites():
@@ -445,31 +448,31 @@ def _scatter(at: At[Scatter]) -> None:
             at.write(at.read(0, *index), *index)
     result = at.result().array
     for index, row in _rows(at).items():
-        for rest in _rests(at):
-            x, to = at.number(len(at.operands) - 1, *index, *rest), (*row, *rest)
+        for content in _row_contents(at):
+            x, target_index = at.number(len(at.operands) - 1, *index, *content), (*row, *content)
             if at.kind.mode == "set":
-                at.write(x, *to)
+                at.write(x, *target_index)
                 continue
             if at.kind.overwrites():
-                at.read(0, *to)
+                at.read(0, *target_index)
             if at.kind.mode == "add":
-                made = x + result[to]
-                at.write(result[to] if row[at.kind.batch] == at.kind.passed else made, *to)
+                added = x + result[target_index]
+                at.write(result[target_index] if row[at.kind.batch] == at.kind.passed else added, *target_index)
             else:
                 at.tally.pointwise += 1
-                at.write(max(x.value, result[to]), *to)
+                at.write(max(x.value, result[target_index]), *target_index)
     assert updates.array.size or at.kind.mode == "set"
 
 
 # -- declared costs ----------------------------------------------------------------------------------------------------
 
 
-@meaning(Foreign, Opaque)
-def _stated(at: At[StatedCosts]) -> None:
+@reference_semantics(Foreign, Opaque)
+def _declared_costs(at: At[StatedCosts]) -> None:
     """Trust the declared costs: opaque ops have no semantics."""
     kind = at.kind
-    full = kind.full if isinstance(kind, Foreign) else kind.matmul
-    at.tally = tally(*map(at.of, (kind.matmul, full, kind.pointwise, kind.transcendental)))
+    full_matmul = kind.full if isinstance(kind, Foreign) else kind.matmul
+    at.tally = tally(*map(at.of, (kind.matmul, full_matmul, kind.pointwise, kind.transcendental)))
     for i, t in enumerate(at.op.results):
         if any(t.storage is x.storage for x in at.op.operands):
             _view(at, i)
@@ -487,17 +490,17 @@ def _stated(at: At[StatedCosts]) -> None:
 def _view(at: At[StatedCosts], i: int) -> None:
     """Make a result that shares an operand's storage, possibly beyond the operand's own elements."""
     t = at.op.results[i]
-    of = next(n for n, x in enumerate(at.op.operands) if x.storage is t.storage)
-    x, source = at.op.operands[of], at.operands[of]
+    base = next(n for n, x in enumerate(at.op.operands) if x.storage is t.storage)
+    x, source = at.op.operands[base], at.operands[base]
     if not isinstance(source, Value) or x.dtype.bits != t.dtype.bits:
         return  # per-iteration lists, and views with another element size
     shape, strides = at.of(t.sizes), at.of(t.strides)
-    whole = source.buffer.array
-    first = source.address((0,) * source.array.ndim) // whole.itemsize + at.of(t.offset - x.offset)
-    last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    assert 0 <= first <= last < whole.size, f"{at.op.name!r} reads beyond the storage of operand {of + 1}"
-    flat = as_strided(whole, (whole.size,), (whole.itemsize,))  # in memory order
-    at.made[i] = Value(as_strided(flat[first:], shape, [s * whole.itemsize for s in strides]), source.buffer)
+    base_array = source.buffer.array
+    start = source.address((0,) * source.array.ndim) // base_array.itemsize + at.of(t.offset - x.offset)
+    end = start + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    assert 0 <= start <= end < base_array.size, f"{at.op.name!r} reads beyond the storage of operand {base + 1}"
+    flat = as_strided(base_array, (base_array.size,), (base_array.itemsize,))  # in memory order
+    at.made[i] = Value(as_strided(flat[start:], shape, [s * base_array.itemsize for s in strides]), source.buffer)
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -505,19 +508,19 @@ def _view(at: At[StatedCosts], i: int) -> None:
 # -- a single rank, as if all ranks contributed equal values -----------------------------------------------------------
 
 
-def _apart(i: int, length: int, ranks: int, blocks: int) -> int:
+def _global_position(i: int, length: int, ranks: int, blocks: int) -> int:
     """Return the global position of the first rank's i-th position on a blockwise sharded axis."""
-    part = length // blocks
-    return (i // part) * part * ranks + i % part
+    block = length // blocks
+    return (i // block) * block * ranks + i % block
 
 
-def _beside(i: int, length: int, ranks: int, blocks: int) -> int:
+def _local_position(i: int, length: int, ranks: int, blocks: int) -> int:
     """Return the local position on a rank for position i of a blockwise gathered axis."""
-    part = length // blocks
-    return (i // (part * ranks)) * part + i % part
+    block = length // blocks
+    return (i // (block * ranks)) * block + i % block
 
 
-def _from(at: At[Collective], index: Point, made: Point) -> Point:
+def _source_index(at: At[Collective], index: Point, result_shape: Point) -> Point:
     """Return the operand element at an index point of the first rank's result."""
     kind, ranks, source = at.kind, at.of(at.kind.ranks), list(index)
     if not source:
@@ -525,19 +528,19 @@ def _from(at: At[Collective], index: Point, made: Point) -> Point:
     shape = at.operands[0].array.shape
     if kind.source == kind.dim:
         length = shape[kind.dim] // ranks
-        piece = _beside(index[kind.dim], length, ranks, at.of(kind.source_blocks))
-        source[kind.dim] = _apart(piece, length, ranks, at.of(kind.blocks))
+        position = _local_position(index[kind.dim], length, ranks, at.of(kind.source_blocks))
+        source[kind.dim] = _global_position(position, length, ranks, at.of(kind.blocks))
         return tuple(source)
     if kind.collective == "all_gather":
-        source[kind.dim] = _beside(index[kind.dim], shape[kind.dim], ranks, at.of(kind.blocks))
+        source[kind.dim] = _local_position(index[kind.dim], shape[kind.dim], ranks, at.of(kind.blocks))
     elif kind.collective == "reduce_scatter" or kind.source is not None:
-        source[kind.dim] = _apart(index[kind.dim], made[kind.dim], ranks, at.of(kind.blocks))
+        source[kind.dim] = _global_position(index[kind.dim], result_shape[kind.dim], ranks, at.of(kind.blocks))
     if kind.source is not None:
-        source[kind.source] = _beside(index[kind.source], shape[kind.source], ranks, at.of(kind.source_blocks))
+        source[kind.source] = _local_position(index[kind.source], shape[kind.source], ranks, at.of(kind.source_blocks))
     return tuple(source)
 
 
-@meaning(Collective)
+@reference_semantics(Collective)
 def _collective(at: At[Collective]) -> None:
     """Run the collective with equal contributions from all ranks, and charge each its share of the additions."""
     kind, ranks = at.kind, at.of(at.kind.ranks)
@@ -546,22 +549,22 @@ def _collective(at: At[Collective]) -> None:
     for index in at.operands[0].points():
         total = Number(at.read(0, *index), tally())
         for _ in range(ranks - 1 if reducing else 0):
-            other = at.operands[0].array[index]
-            total = total + other if kind.operation in ("sum", "mean") else total
+            contribution = at.operands[0].array[index]
+            total = total + contribution if kind.operation in ("sum", "mean") else total
             additions += 1
         totals[index] = total.value / ranks if kind.operation == "mean" and reducing else total.value
     if kind.inplace:
-        own = at.operands[0].array.shape[kind.dim] // ranks if kind.collective == "reduce_scatter" else None
-        at.view(lambda array: array[((slice(None),) * kind.dim + (slice(0, own),))] if array.ndim else array)
-    made = at.result()
-    for index in list(made.index()):
-        source = _from(at, index, made.array.shape)
+        shard_size = at.operands[0].array.shape[kind.dim] // ranks if kind.collective == "reduce_scatter" else None
+        at.view(lambda array: array[((slice(None),) * kind.dim + (slice(0, shard_size),))] if array.ndim else array)
+    result = at.result()
+    for index in list(result.index()):
+        source = _source_index(at, index, result.array.shape)
         if source in totals:  # elements outside the domain are absent
             at.write(totals[source], *index)
     at.tally.pointwise += Fraction(additions, ranks)
 
 
-@meaning(Pack)
+@reference_semantics(Pack)
 def _pack(at: At[Pack]) -> None:
     at.made[0] = at.operands[0]
     places = iter(list(at.operands[0].index()))
@@ -570,32 +573,32 @@ def _pack(at: At[Pack]) -> None:
             at.write(at.read(i, *index), *next(places))
 
 
-@meaning(Unshard)
-def _around(at: At[Unshard]) -> None:
+@reference_semantics(Unshard)
+def _unshard(at: At[Unshard]) -> None:
     source, ranks, dim = at.operands[0], at.of(at.kind.ranks), at.kind.dim
-    whole = source.buffer.array.reshape(-1)[source.address((0,) * source.array.ndim) // source.array.itemsize :]
+    flat = source.buffer.array.reshape(-1)[source.address((0,) * source.array.ndim) // source.array.itemsize :]
     shape = [n * ranks if i == dim else n for i, n in enumerate(source.array.shape)]
-    at.made[0] = Value(np.lib.stride_tricks.as_strided(whole, shape, source.array.strides), source.buffer)
+    at.made[0] = Value(np.lib.stride_tricks.as_strided(flat, shape, source.array.strides), source.buffer)
 
 
-@meaning(LocalShard)
-def _part(at: At[LocalShard]) -> None:
+@reference_semantics(LocalShard)
+def _local_shard(at: At[LocalShard]) -> None:
     kind, ranks, blocks = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks)
     if blocks == 1:
         lead = (slice(None),) * kind.dim
         at.view(lambda array: array[(*lead, slice(0, array.shape[kind.dim] // ranks))])
         return
-    made = at.result()
-    for index in list(made.index()):
+    result = at.result()
+    for index in list(result.index()):
         source = list(index)
-        source[kind.dim] = _apart(index[kind.dim], made.array.shape[kind.dim], ranks, blocks)
+        source[kind.dim] = _global_position(index[kind.dim], result.array.shape[kind.dim], ranks, blocks)
         if at.operands[0].holds(tuple(source)):
             at.write(at.read(0, *source), *index)
 
 
 # -- all ranks ---------------------------------------------------------------------------------------------------------
 
-_TOGETHER: dict[str, Callable[..., Any]] = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
+_REDUCE: dict[str, Callable[..., Any]] = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 
 
 def cut(array: Array, dim: int, blocks: int, ranks: int, rank: int) -> Array:
@@ -603,44 +606,44 @@ def cut(array: Array, dim: int, blocks: int, ranks: int, rank: int) -> Array:
     shape = array.shape
     size = shape[dim]
     split = array.reshape(*shape[:dim], blocks, ranks, size // blocks // ranks, *shape[dim + 1 :])
-    out: Array = np.take(split, rank, axis=dim + 1)
-    return out.reshape(*shape[:dim], size // ranks, *shape[dim + 1 :])
+    shard: Array = np.take(split, rank, axis=dim + 1)
+    return shard.reshape(*shape[:dim], size // ranks, *shape[dim + 1 :])
 
 
-def joined(parts: Sequence[Array], dim: int, blocks: int) -> Array:
+def joined(shards: Sequence[Array], dim: int, blocks: int) -> Array:
     """Concatenate the shards of all ranks block by block."""
-    shape = parts[0].shape
-    split = [p.reshape(*shape[:dim], blocks, 1, shape[dim] // blocks, *shape[dim + 1 :]) for p in parts]
-    return np.concatenate(split, axis=dim + 1).reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
+    shape = shards[0].shape
+    split = [p.reshape(*shape[:dim], blocks, 1, shape[dim] // blocks, *shape[dim + 1 :]) for p in shards]
+    return np.concatenate(split, axis=dim + 1).reshape(*shape[:dim], shape[dim] * len(shards), *shape[dim + 1 :])
 
 
-def together(at: At[Collective], brought: Sequence[Array], rank: int) -> Array:
+def together(at: At[Collective], contributions: Sequence[Array], rank: int) -> Array:
     """Return a rank's result of a collective, from the contributions of its group."""
-    kind, ranks, blocks = at.kind, len(brought), at.of(at.kind.blocks)
+    kind, ranks, blocks = at.kind, len(contributions), at.of(at.kind.blocks)
     if kind.collective in REDUCING:
-        total: Array = np.asarray(_TOGETHER[kind.operation](np.stack(brought), axis=0))
+        total: Array = np.asarray(_REDUCE[kind.operation](np.stack(contributions), axis=0))
         if kind.collective == "all_reduce" or not total.ndim:
             return total
         return cut(total, kind.dim, blocks, ranks, rank)
     if kind.collective == "all_gather":
-        return joined(brought, kind.dim, blocks) if brought[0].ndim else brought[rank]
+        return joined(contributions, kind.dim, blocks) if contributions[0].ndim else contributions[rank]
     if kind.source is None:
-        return brought[rank]
-    parts = [cut(p, kind.dim, blocks, ranks, rank) for p in brought]
-    return joined(parts, kind.source, at.of(kind.source_blocks))
+        return contributions[rank]
+    shards = [cut(p, kind.dim, blocks, ranks, rank) for p in contributions]
+    return joined(shards, kind.source, at.of(kind.source_blocks))
 
 
 # -- accumulation in loops ---------------------------------------------------------------------------------------------
 
 
-@meaning(Accumulate)
+@reference_semantics(Accumulate)
 def _accumulate(at: At[Accumulate]) -> None:
     at.made[0] = at.operands[0]
     for index in list(at.operands[0].points()):
         at.write(at.number(0, *index) + at.number(1, *index), *index)
 
 
-@sample(Accumulate)
+@strategy(Accumulate)
 def _drawn(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.dtype.kind == "float")
     term = s.like(x)
@@ -648,17 +651,17 @@ def _drawn(s: Sketch) -> Sequence[Tensor]:
     return [accumulate(so_far, term)]
 
 
-@meaning(Empty)
+@reference_semantics(Empty)
 def _empty(at: At[Empty]) -> None:
     at.result()
 
 
-@meaning(Stacked, SliceUpdate)
+@reference_semantics(Stacked, SliceUpdate)
 def _stacked(at: At[Any]) -> None:
     at.made[0] = at.operands[0]  # the slices are views of it
 
 
-@sample(Stacked)
+@strategy(Stacked)
 def _drawn_stack(s: Sketch) -> Sequence[Tensor]:
     y = s.fresh(s.shape(1))
     sizes = (poly(2), *y.sizes)
@@ -666,22 +669,22 @@ def _drawn_stack(s: Sketch) -> Sequence[Tensor]:
     return list(apply(Stacked(), [stack, y + 1, y * y], "stacked"))
 
 
-@sample(SliceUpdate)
-def _drawn_part(s: Sketch) -> Sequence[Tensor]:
+@strategy(SliceUpdate)
+def _drawn_slice_update(s: Sketch) -> Sequence[Tensor]:
     x = fill((poly(3), *s.fresh(s.shape(1)).sizes), 1.0)
     start, size = s.one_of([(0, 1), (1, 1), (1, 2)])
-    part = slice_axis(x, 0, start, size)
-    written = assign(part, pointwise("copy", part))
+    target = slice_axis(x, 0, start, size)
+    written = assign(target, pointwise("copy", target))
     return list(apply(SliceUpdate(axes=(0,), starts=(poly(start),), steps=(1,)), [x, written], "revised"))
 
 
-@meaning(Undef)
-def _nothing_yet(at: At[Undef]) -> None:
+@reference_semantics(Undef)
+def _undef(at: At[Undef]) -> None:
     """Do nothing: an absent tensor has no value until `accumulate` gets its first term."""
 
 
-@sample(Undef)
-def _nothing(s: Sketch) -> Sequence[Tensor]:
+@strategy(Undef)
+def _drawn_undef(s: Sketch) -> Sequence[Tensor]:
     undef(s.fresh(s.shape(1)).sizes, s.one_of([DTYPES["fp32"], DTYPES["bf16"]]))
     return []
 
@@ -728,76 +731,76 @@ def _changeable(s: Sketch) -> Tensor:
     return x if s.may_change(x) and x.touched == x.numel else fill(x.shape, 1.5)
 
 
-@meaning(KeepAlive)
+@reference_semantics(KeepAlive)
 def _keep(at: At[KeepAlive]) -> None:
     at.view(np.asarray)
 
 
-@meaning(StopGradient)
+@reference_semantics(StopGradient)
 def _stop(at: At[StopGradient]) -> None:
     at.view(np.asarray)
 
 
-@sample(StopGradient)
+@strategy(StopGradient)
 def _drawn_stop(s: Sketch) -> Sequence[Tensor]:
     return [stop_gradient(s.tensor())]
 
 
-@sample(KeepAlive)
+@strategy(KeepAlive)
 def _drawn_keep(s: Sketch) -> Sequence[Tensor]:
     return [keep(s.tensor(), *(s.tensor() for _ in range(s.number(0, 2))))]
 
 
-@meaning(FusedUpdate)
+@reference_semantics(FusedUpdate)
 def _fused_update(at: At[FusedUpdate]) -> None:
     """Run the update's steps per element, with intermediates in registers."""
     changed, steps, updated = at.kind.changed, at.kind.steps, at.kind.updated
-    for i, place in enumerate(changed):
-        at.made[i] = at.operands[place]
+    for i, register in enumerate(changed):
+        at.made[i] = at.operands[register]
     for index in at.operands[0].points():
         registers: list[Any] = [at.number(i, *index) for i in range(updated)]
         for record, scalars, places, target in steps:
-            found = iter(places)
-            given = [registers[next(found)] if s is None else Number(s, at.tally) for s in scalars]
-            made = FUNCTIONS[record.name](*given)
-            registers[target:] = [made, *registers[target + 1 :]]
-        for i, place in enumerate(changed):
-            at.write(registers[place], *index, to=i)
+            register_indices = iter(places)
+            arguments = [registers[next(register_indices)] if s is None else Number(s, at.tally) for s in scalars]
+            output = FUNCTIONS[record.name](*arguments)
+            registers[target:] = [output, *registers[target + 1 :]]
+        for i, register in enumerate(changed):
+            at.write(registers[register], *index, to=i)
     for i in range(updated, len(at.operands)):  # scalars read by every element, such as the step counter
         for index in at.operands[i].points():
             at.read(i, *index)
 
 
-@sample(FusedUpdate)
+@strategy(FusedUpdate)
 def _drawn_fused_update(s: Sketch) -> Sequence[Tensor]:
     x = _changeable(s)
     optimizer, count = s.one_of(
         [(SGD(), 0), (SGD(momentum=0.9, weight_decay=0.1), 1), (Adam(), 2), (Adam(amsgrad=True, maximize=True), 3)]
     )
     states = [fill(x.shape, 0.5, name="state") for _ in range(count)]
-    beside = (fill((), 1.0),) if s.chance(2) else ()
-    return fused_update(optimizer._update, (x, s.fresh(x.shape, "fp32"), *states), beside, name="fused_update")[:1]
+    scalars = (fill((), 1.0),) if s.chance(2) else ()
+    return fused_update(optimizer._update, (x, s.fresh(x.shape, "fp32"), *states), scalars, name="fused_update")[:1]
 
 
-@meaning(ZeroGrad)
+@reference_semantics(ZeroGrad)
 def _zero_grad(at: At[ZeroGrad]) -> None:
     at.made[0] = at.operands[0]
     for index in at.operands[0].points():
         at.write(0.0, *index)
 
 
-@sample(ZeroGrad)
+@strategy(ZeroGrad)
 def _drawn_zero_grad(s: Sketch) -> Sequence[Tensor]:
     return apply(ZeroGrad(), [_changeable(s)], "zero_")
 
 
-@sample(Unscale)
+@strategy(Unscale)
 def _drawn_unscale(s: Sketch) -> Sequence[Tensor]:
     operands = [_changeable(s), s.fresh((), "fp32"), fill((), 0.0)]
     return apply(Unscale(), operands, "unscale")
 
 
-@meaning(Unscale)
+@reference_semantics(Unscale)
 def _unscale(at: At[Unscale]) -> None:
     at.made[0], (gradient, _, flag) = at.operands[0], at.operands
     inverse = at.number(1)

@@ -81,9 +81,9 @@ __all__ = [
     "contraction",
     "merged",
     "names_of",
-    "SAMPLES",
+    "STRATEGIES",
     "Sample",
-    "sample",
+    "strategy",
     "graphs",
     "ops",
     "losses",
@@ -98,10 +98,10 @@ Named = type[OpKind] | str
 def kind_of(place: str, kind: Named) -> type[OpKind]:
     """Return a registered op kind, given as class or name; raise UnsupportedError for others."""
     name = kind if isinstance(kind, str) else kind.name
-    found = KINDS.get(name)
-    if found is None or (found is not kind and not isinstance(kind, str)):
+    registered = KINDS.get(name)
+    if registered is None or (registered is not kind and not isinstance(kind, str)):
         raise UnsupportedError(f"{place}: op kind {name!r} is not registered, expected one of {', '.join(KINDS)}")
-    return found
+    return registered
 
 
 # -- graph builder -----------------------------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ class Sketch:
 
     def some(self, items: Sequence[T], least: int = 0) -> list[T]:
         """Draw a subsequence."""
-        kept = [x for x in items if self.chance(1)]
-        return kept if len(kept) >= least else list(items[:least])
+        chosen = [x for x in items if self.chance(1)]
+        return chosen if len(chosen) >= least else list(items[:least])
 
     def order(self, items: Sequence[T]) -> list[T]:
         """Draw a permutation."""
@@ -185,28 +185,28 @@ class Sketch:
 
     def value(self, size: Any) -> int:
         """Return the value of a size at the point."""
-        found = value(poly(size).expr, self.point)
-        assert isinstance(found, Fraction)
-        assert found.denominator == 1, f"{size} is {found} at {self.point}"
-        return int(found)
+        exact = value(poly(size).expr, self.point)
+        assert isinstance(exact, Fraction)
+        assert exact.denominator == 1, f"{size} is {exact} at {self.point}"
+        return int(exact)
 
     def size(self) -> Any:
         """Draw a size: mostly a symbol, else a number, a product or a sum."""
         a, b = dims(f"{self.one_of(SYMBOLS)} {self.one_of(SYMBOLS)}")
         if self.related and self.chance(3):
-            whole, part = dims("C A")
-            return whole / part
+            product, factor = dims("C A")
+            return product / factor
         return self.one_of([a, b, a, 2, 3, a + 1, a * b, 2 * a, sympy.Integer(1)])
 
     def shape(self, rank: int | None = None, most: int = LARGEST) -> tuple[Any, ...]:
         """Draw a shape with at most `most` elements."""
-        out: list[Any] = []
+        shape: list[Any] = []
         for _ in range(self.number(0, 3) if rank is None else rank):
             size = self.size()
-            if prod(map(self.value, out)) * self.value(size) > most:
+            if prod(map(self.value, shape)) * self.value(size) > most:
                 size = sympy.Integer(1)
-            out.append(size)
-        return tuple(out)
+            shape.append(size)
+        return tuple(shape)
 
     def elements(self, t: Tensor) -> int:
         """Return a tensor's number of elements at the point."""
@@ -227,12 +227,12 @@ class Sketch:
     def tensor(self, fits: Callable[[Tensor], bool] = lambda t: True, shape: Sequence[Any] | None = None) -> Tensor:
         """Draw a readable floating-point tensor that satisfies `fits`, or declare one."""
         if self.restricted:
-            found = [t for t in (*self.pool, self.scores()) if t.domain is not None and fits(t)]
-            if found:
-                return found[-1]
-        found = [t for t in self.others() if t.dtype.kind == "float" and fits(t)]
-        if found and not self.chance(2):
-            return self.one_of(found[-6:])
+            candidates = [t for t in (*self.pool, self.scores()) if t.domain is not None and fits(t)]
+            if candidates:
+                return candidates[-1]
+        candidates = [t for t in self.others() if t.dtype.kind == "float" and fits(t)]
+        if candidates and not self.chance(2):
+            return self.one_of(candidates[-6:])
         return self.fresh(self.shape() if shape is None else shape)
 
     def others(self, fits: Callable[[Tensor], bool] = lambda t: True) -> list[Tensor]:
@@ -252,13 +252,13 @@ class Sketch:
         k = self.fresh((keys, 1), self.one_of(["fp32", "bf16"]))
         names = "b " * len(batch)
         order = self.one_of(["s t", "t s"])
-        made = einsum(q, k, f"{names}s d, t d -> {names}{order}", domain=domain, over=("s", "t"))
-        self.pool.append(made)
-        return made
+        restricted = einsum(q, k, f"{names}s d, t d -> {names}{order}", domain=domain, over=("s", "t"))
+        self.pool.append(restricted)
+        return restricted
 
     def drawn(self, sample: Callable[[Sketch], Sequence[Tensor]]) -> Sequence[Tensor]:
         """Draw an op, again with unrestricted operands if it rejects a domain."""
-        before = self.restricted
+        previous = self.restricted
         self.restricted = self.chance(2) or None
         try:
             return sample(self)
@@ -268,7 +268,7 @@ class Sketch:
             self.restricted = False
             return sample(self)
         finally:
-            self.restricted = before
+            self.restricted = previous
 
     def like(self, x: Tensor) -> Tensor:
         """Return another tensor with the same shape, format and domain."""
@@ -276,8 +276,8 @@ class Sketch:
 
     def axis(self, x: Tensor) -> int:
         """Draw an axis, usually outside the domain."""
-        free = [i for i in range(x.ndim) if x.domain is None or i not in x.domain[1:]]
-        return self.one_of(free if free and not self.chance(3) else range(x.ndim))
+        unrestricted = [i for i in range(x.ndim) if x.domain is None or i not in x.domain[1:]]
+        return self.one_of(unrestricted if unrestricted and not self.chance(3) else range(x.ndim))
 
     def partner(self, x: Tensor) -> str:
         """Draw a format that promotes with another operand's format."""
@@ -287,28 +287,28 @@ class Sketch:
         """Make tensors readable, and overwritten ones unreadable."""
         for t in tensors:
             if t.producer is not None:
-                gone = overwritten_by(t.producer)
-                self.pool = [p for p in self.pool if p.storage not in gone]
+                overwritten = overwritten_by(t.producer)
+                self.pool = [p for p in self.pool if p.storage not in overwritten]
         self.pool += [t for t in tensors if t not in self.pool]
 
     @contextmanager
     def inside(self, *tensors: Tensor, changes: bool = True) -> Iterator[None]:
         """Draw a body, whose tensors are not readable outside."""
-        before, could = list(self.pool), self.changes
+        pool_before, changes_before = list(self.pool), self.changes
         self.pool += tensors
         self.depth += 1
-        self.changes = could and changes
+        self.changes = changes_before and changes
         try:
             yield
         finally:
             self.depth -= 1
-            self.changes = could
-            self.pool = [t for t in before if t in self.pool]
+            self.changes = changes_before
+            self.pool = [t for t in pool_before if t in self.pool]
 
     def may_change(self, t: Tensor) -> bool:
         """Whether an op may write a tensor in place: it is an activation of the current graph."""
-        here = current_graph(self.graph)
-        return self.changes and place_now().graph is here and t.graph is here and t.storage.role == "activation"
+        current = current_graph(self.graph)
+        return self.changes and place_now().graph is current and t.graph is current and t.storage.role == "activation"
 
 
 def together(a: DType, b: DType) -> bool:
@@ -354,8 +354,8 @@ def sizes(names: Sequence[str] = ("A", "B", "C")) -> st.SearchStrategy[sympy.Exp
 def _sizes(draw: Callable[[Any], Any], names: Sequence[str]) -> sympy.Expr:
     symbols = [dims(n) for n in names]
     factors = draw(st.lists(st.sampled_from(symbols), max_size=3))
-    out = sympy.Mul(draw(st.sampled_from([1, 1, 2, 3])), *factors)
-    return out + draw(st.sampled_from([0, 0, 1, *symbols]))
+    expr = sympy.Mul(draw(st.sampled_from([1, 1, 2, 3])), *factors)
+    return expr + draw(st.sampled_from([0, 0, 1, *symbols]))
 
 
 def points(names: Sequence[str]) -> st.SearchStrategy[dict[str, int]]:
@@ -411,30 +411,30 @@ def _patterns(draw: Callable[[Any], Any], operands: int) -> DrawnPattern:
     letters = draw(st.lists(st.sampled_from("abhkst"), min_size=1, max_size=5))
     names = [f"{letter}{i}" for i, letter in enumerate(letters)]
     extents = {n: draw(st.sampled_from([1, 2, 2, 3, 5])) for n in names}
-    used = [list(names)] if operands == 1 else [draw(_some(names)) for _ in range(operands)]
-    known = list(dict.fromkeys(n for axes in used for n in axes))
-    kept = draw(st.permutations(known if operands == 1 else draw(_some(known))))
-    sides = [draw(_grouped(draw(st.permutations(axes)))) for axes in (*used, kept)]
+    operand_axes = [list(names)] if operands == 1 else [draw(_subset(names)) for _ in range(operands)]
+    all_axes = list(dict.fromkeys(n for axes in operand_axes for n in axes))
+    result_axes = draw(st.permutations(all_axes if operands == 1 else draw(_subset(all_axes))))
+    sides = [draw(_bracketed(draw(st.permutations(axes)))) for axes in (*operand_axes, result_axes)]
     texts = [" ".join(f"({' '.join(g)})" if len(g) != 1 else g[0] for g in side) for side in sides]
     shapes = [tuple(prod(extents[n] for n in g) for g in side) for side in sides]
     text = f"{', '.join(texts[:-1])} -> {texts[-1]}"
-    return DrawnPattern(text, {n: extents[n] for n in known}, tuple(shapes[:-1]), shapes[-1])
+    return DrawnPattern(text, {n: extents[n] for n in all_axes}, tuple(shapes[:-1]), shapes[-1])
 
 
-def _some(names: Sequence[str]) -> st.SearchStrategy[list[str]]:
+def _subset(names: Sequence[str]) -> st.SearchStrategy[list[str]]:
     return st.lists(st.sampled_from(list(names)), unique=True) if names else st.just([])
 
 
 @st.composite
-def _grouped(draw: Callable[[Any], Any], names: Sequence[str]) -> list[list[str]]:
+def _bracketed(draw: Callable[[Any], Any], names: Sequence[str]) -> list[list[str]]:
     """Bracket some neighbouring axes, or insert empty brackets (an axis of size 1)."""
-    out: list[list[str]] = []
+    groups: list[list[str]] = []
     for n in names:
-        if out and out[-1] and draw(st.booleans()):
-            out[-1].append(n)
+        if groups and groups[-1] and draw(st.booleans()):
+            groups[-1].append(n)
         else:
-            out += [[n]] if draw(st.integers(0, 5)) else [[], [n]]
-    return out
+            groups += [[n]] if draw(st.integers(0, 5)) else [[], [n]]
+    return groups
 
 
 # -- meshes and placements ---------------------------------------------------------------------------------------------
@@ -480,22 +480,24 @@ def _spreads(draw: Callable[[Any], Any], graph: Graph, point: dict[str, int]) ->
     named = {axis: f"ranks_{axis}" for axis in degrees}
     sizes, placements = Sizes({**graph.defaults, **point}), {}
     for t in (t for g in graph.bodies() for t in g.tensors if t.producer is None and t.role != "formal"):
-        own = t.sizes[t.storage.pieces :]
-        left = [int(sizes(n)) for n in own]
-        axes = [[f"n{i}"] for i in range(len(own))]
+        shape = t.sizes[t.storage.pieces :]
+        local_sizes = [int(sizes(n)) for n in shape]
+        axes = [[f"n{i}"] for i in range(len(shape))]
         for axis, ranks in degrees.items():
-            fits = [i for i, n in enumerate(left) if n % ranks == 0]
-            at = draw(st.sampled_from([None, *fits, *fits]))
-            if at is not None:
-                axes[at].append(axis)
-                left[at] //= ranks
+            fits = [i for i, n in enumerate(local_sizes) if n % ranks == 0]
+            dim = draw(st.sampled_from([None, *fits, *fits]))
+            if dim is not None:
+                axes[dim].append(axis)
+                local_sizes[dim] //= ranks
         placements[t.name] = " ".join(f"({' '.join(names)})" if len(names) > 1 else names[0] for names in axes)
-    made = mesh(**{axis: dims(named[axis]) if symbols else n for axis, n in degrees.items()})
+    device_mesh = mesh(**{axis: dims(named[axis]) if symbols else n for axis, n in degrees.items()})
     gathered = tuple(axis for axis in degrees if draw(st.booleans()))
-    between = draw(st.sampled_from([True, False, *gathered]))
+    reshard = draw(st.sampled_from([True, False, *gathered]))
     flags = {name: draw(st.booleans()) for name in ("reshard_root", "prefetch", "by_unit")}
-    gather = FullyShard(gathered, reshard_after_forward=between, **flags)
-    return Spread(made, degrees, {named[a]: n for a, n in degrees.items()} if symbols else {}, placements, gather)
+    gather = FullyShard(gathered, reshard_after_forward=reshard, **flags)
+    return Spread(
+        device_mesh, degrees, {named[a]: n for a, n in degrees.items()} if symbols else {}, placements, gather
+    )
 
 
 # -- contractions ------------------------------------------------------------------------------------------------------
@@ -514,49 +516,49 @@ def names_of(count: int, first: str = "a") -> list[str]:
 def _product(s: Sketch) -> Sequence[Tensor]:
     """Draw a contraction of two or three operands with shared, permuted, merged and split axes."""
     operands = [s.tensor(lambda t: s.elements(t) <= 30)]
-    known: dict[str, Any] = {}
-    patterns = [_named(s, operands[0], known)]
+    extents: dict[str, Any] = {}
+    patterns = [_pick_names(s, operands[0], extents)]
     for _ in range(s.one_of([1, 1, 1, 2])):
         fits = s.others(lambda t: all(together(t.dtype, o.dtype) for o in operands))
-        kept = s.some(list(known), 0)[:2]
-        shape = (*(known[n] for n in kept), *s.shape(s.number(0, 1), 6))
-        least = min(operands, key=lambda o: o.dtype.bits)
-        other = s.one_of(fits) if fits and s.chance(1) else s.fresh(shape, s.partner(least))
-        before = dict(known)
-        pattern = _named(s, other, known, kept)
-        if prod(map(s.value, known.values())) > MOST_POINTS:
-            known.clear()
-            known.update(before)
+        shared = s.some(list(extents), 0)[:2]
+        shape = (*(extents[n] for n in shared), *s.shape(s.number(0, 1), 6))
+        narrowest = min(operands, key=lambda o: o.dtype.bits)
+        operand = s.one_of(fits) if fits and s.chance(1) else s.fresh(shape, s.partner(narrowest))
+        previous = dict(extents)
+        pattern = _pick_names(s, operand, extents, shared)
+        if prod(map(s.value, extents.values())) > MOST_POINTS:
+            extents.clear()
+            extents.update(previous)
             continue
-        operands.append(other)
+        operands.append(operand)
         patterns.append(pattern)
     if len(operands) == 1:
         operands.append(s.fresh((), s.partner(operands[0])))
         patterns.append([])
-    left = s.some(list(known))
-    while prod(s.value(known[n]) for n in left) > LARGEST:
-        left.pop()
-    result = merged(s, s.order(left))
+    result_names = s.some(list(extents))
+    while prod(s.value(extents[n]) for n in result_names) > LARGEST:
+        result_names.pop()
+    result = merged(s, s.order(result_names))
     return [einsum(*operands, f"{', '.join(' '.join(p) for p in patterns)} -> {' '.join(result)}")]
 
 
-def _named(s: Sketch, t: Tensor, known: dict[str, Any], shared: Sequence[str] = ()) -> list[str]:
+def _pick_names(s: Sketch, t: Tensor, extents: dict[str, Any], shared: Sequence[str] = ()) -> list[str]:
     """Name a tensor's axes, reusing names of equal size or adding new ones."""
-    out: list[str] = []
+    names: list[str] = []
     for size in t.sizes:
-        same = [n for n, k in known.items() if poly(k) == size and (n not in out or s.chance(4))]
-        wanted = [n for n in same if n in shared]
-        name = s.one_of(wanted or same) if same and (wanted or s.chance(1)) else f"a{len(known)}"
-        known.setdefault(name, size)
-        out.append(name)
-    return out
+        candidates = [n for n, k in extents.items() if poly(k) == size and (n not in names or s.chance(4))]
+        preferred = [n for n in candidates if n in shared]
+        name = s.one_of(preferred or candidates) if candidates and (preferred or s.chance(1)) else f"a{len(extents)}"
+        extents.setdefault(name, size)
+        names.append(name)
+    return names
 
 
 def merged(s: Sketch, names: Sequence[str]) -> list[str]:
     """Sometimes merge two neighbouring axes."""
     if len(names) > 1 and s.chance(2):
-        at = s.number(0, len(names) - 2)
-        return [*names[:at], f"({names[at]} {names[at + 1]})", *names[at + 2 :]]
+        position = s.number(0, len(names) - 2)
+        return [*names[:position], f"({names[position]} {names[position + 1]})", *names[position + 2 :]]
     return list(names)
 
 
@@ -572,10 +574,10 @@ def _windows(s: Sketch) -> Sequence[Tensor]:
     if x.ndim == 2 and s.chance(1):
         x = rearrange(rearrange(x, "a b -> b a"), "b a -> a b")
     w = s.fresh((width,), "fp32")
-    at = "+".join(s.order([f"o*{stride}", f"r*{dilation}"])) + (f"-{padding}" if padding else "")
+    window_index = "+".join(s.order([f"o*{stride}", f"r*{dilation}"])) + (f"-{padding}" if padding else "")
     names = names_of(len(batch))
-    kept = s.order([*names, "o"]) if s.chance(1) else names
-    return [einsum(x, w, f"{' '.join([*names, at])}, r -> {' '.join(kept)}")]
+    result_names = s.order([*names, "o"]) if s.chance(1) else names
+    return [einsum(x, w, f"{' '.join([*names, window_index])}, r -> {' '.join(result_names)}")]
 
 
 def _convolution(s: Sketch) -> Sequence[Tensor]:
@@ -603,13 +605,13 @@ def _spread(s: Sketch) -> Sequence[Tensor]:
     """Draw the gradient of a window or a diagonal: an affine index or a repeated name in the result."""
     x, w = s.fresh((s.size(), s.size()), "fp32"), s.fresh((s.number(1, 3),), s.one_of(["fp32", "bf16"]))
     extents = dict(zip("nor", (*x.sizes, *w.sizes), strict=True))
-    stride, dilation, padding, left = s.number(1, 3), s.number(1, 2), s.number(0, 2), s.number(0, 2)
-    full = x.sizes[1] * stride + w.sizes[0] * dilation + left
+    stride, dilation, padding, tail = s.number(1, 3), s.number(1, 2), s.number(0, 2), s.number(0, 2)
+    padded = x.sizes[1] * stride + w.sizes[0] * dilation + tail
     index = f"o*{stride}+r*{dilation}" + (f"-{padding}" if padding else "")
     text, sizes = s.one_of([
-        (f"n o, r -> n {index}", (x.sizes[0], full)), (f"n o, r -> {index}", (full,)),
+        (f"n o, r -> n {index}", (x.sizes[0], padded)), (f"n o, r -> {index}", (padded,)),
         ("n o, r -> n n o", (x.sizes[0], *x.sizes)),
-        (f"n o, r -> (n r) o*{stride + 1}", (x.sizes[0] * w.sizes[0], x.sizes[1] * (stride + 1) + left)),
+        (f"n o, r -> (n r) o*{stride + 1}", (x.sizes[0] * w.sizes[0], x.sizes[1] * (stride + 1) + tail)),
     ])  # fmt: skip
     kind = Einsum(pattern=parse_pattern(text, scattered=True), extents=extents, dtype=x.dtype, sizes=sizes)
     return [contract([x, w], kind)]
@@ -618,18 +620,22 @@ def _spread(s: Sketch) -> Sequence[Tensor]:
 def _restricted(s: Sketch) -> Sequence[Tensor]:
     """Draw causal or windowed attention scores and their consumers."""
     scores = s.scores()
-    out = [scores]
+    tensors = [scores]
     if s.chance(1):
-        out.append(pointwise(s.one_of(["exp", "gelu", "square"]), out[-1]))
+        tensors.append(pointwise(s.one_of(["exp", "gelu", "square"]), tensors[-1]))
     if s.chance(1):
         assert scores.domain is not None
         names = names_of(scores.ndim)
         key = names[scores.domain[2]]
         v = s.fresh((scores.shape[scores.domain[2]], 2), "fp32")
-        out.append(einsum(out[-1], v, f"{' '.join(names)}, {key} d -> {' '.join(n for n in names if n != key)} d"))
+        tensors.append(
+            einsum(tensors[-1], v, f"{' '.join(names)}, {key} d -> {' '.join(n for n in names if n != key)} d")
+        )
     elif s.chance(1):
-        out.append(reduce(out[-1], s.one_of(["... a b -> ... a", "... a b -> ... b"]), s.one_of(["sum", "max"])))
-    return out
+        tensors.append(
+            reduce(tensors[-1], s.one_of(["... a b -> ... a", "... a b -> ... b"]), s.one_of(["sum", "max"]))
+        )
+    return tensors
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
@@ -637,10 +643,10 @@ def _restricted(s: Sketch) -> Sequence[Tensor]:
 Sample = Callable[[Sketch], Sequence[Tensor]]
 
 #: Sample of each op kind.
-SAMPLES: dict[type[OpKind], Sample] = {}
+STRATEGIES: dict[type[OpKind], Sample] = {}
 
 
-def sample(kind: type[OpKind]) -> Callable[[Sample], Sample]:
+def strategy(kind: type[OpKind]) -> Callable[[Sample], Sample]:
     """Define how to draw an op of a kind, for checks on random graphs.
 
     Parameters
@@ -656,40 +662,40 @@ def sample(kind: type[OpKind]) -> Callable[[Sample], Sample]:
     Raises
     ------
     GraphError
-        If the kind already has a sample.
+        If the kind already has a strategy.
     """
-    return adding(SAMPLES, "a sample", kind)
+    return adding(STRATEGIES, "a strategy", kind)
 
 
 # -- contractions: samples ---------------------------------------------------------------------------------------------
 
 
-sample(Einsum)(contraction)
+strategy(Einsum)(contraction)
 
 
-@sample(Pool)
+@strategy(Pool)
 def _pool(s: Sketch) -> Sequence[Tensor]:
     width = s.number(1, 3)
     x = s.tensor(lambda t: t.ndim >= 1 and s.value(t.sizes[-1]) >= width, (*s.shape(1, 6), s.number(width, 5)))
     operation = s.one_of(["max", "mean"])
     padding = s.number(0, width // 2)
-    made = pool(x, operation, window=(width,), stride=s.number(1, 3), padding=padding)
-    maker = made.producer
+    pooled = pool(x, operation, window=(width,), stride=s.number(1, 3), padding=padding)
+    maker = pooled.producer
     if maker is not None and operation == "mean" and padding and width % 2:
         assert isinstance(maker.kind, Pool)
         return apply(replace(maker.kind, inside=True), maker.operands, "mean_pool")
     if operation == "mean" or maker is None or s.chance(1):
-        return [made]
+        return [pooled]
     assert isinstance(maker.kind, Pool)
     return apply(replace(maker.kind, indices=True), maker.operands, "max_pool")[:1]
 
 
 # -- elementwise -------------------------------------------------------------------------------------------------------
 
-_PLAIN = sorted(name for name, f in FUNCTIONS.items() if name not in ("cast", "where", "masked_fill"))
+_GENERIC_FUNCTIONS = sorted(name for name, f in FUNCTIONS.items() if name not in ("cast", "where", "masked_fill"))
 
 
-@sample(Pointwise)
+@strategy(Pointwise)
 def _pointwise(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor()
     if s.chance(6):
@@ -697,12 +703,12 @@ def _pointwise(s: Sketch) -> Sequence[Tensor]:
     if s.chance(6):
         mask = s.fresh(x.shape, "bool")
         return [pointwise("masked_fill", x, mask) if s.chance(1) else pointwise("where", mask, x, 0.0)]
-    function = FUNCTIONS[s.one_of(s.functions or _PLAIN)]
+    function = FUNCTIONS[s.one_of(s.functions or _GENERIC_FUNCTIONS)]
     if function.name.startswith("causal_mask") and x.ndim < 2:
         function = FUNCTIONS["relu"]
     operands: list[Any] = [x]
     for _ in range(function.arity - 1):
-        operands.append(s.one_of([2, 0.5, -1.5]) if s.chance(2) else _beside(s, x))
+        operands.append(s.one_of([2, 0.5, -1.5]) if s.chance(2) else _second_operand(s, x))
     tensors = [t for t in operands if isinstance(t, Tensor)]
     changes = s.may_change(x) and function.result == "same" and x.touched == x.numel
     if changes and s.chance(1) and all(t.dtype == x.dtype and t.sizes == x.sizes for t in tensors):
@@ -710,107 +716,107 @@ def _pointwise(s: Sketch) -> Sequence[Tensor]:
     return [pointwise(function, *s.order(operands))]
 
 
-def _beside(s: Sketch, x: Tensor) -> Tensor:
+def _second_operand(s: Sketch, x: Tensor) -> Tensor:
     """Draw a second operand with the same shape or a broadcastable one."""
-    found = s.others(lambda t: t.sizes == x.sizes and together(t.dtype, x.dtype))
-    if found and s.chance(1):
-        return s.one_of(found)
+    candidates = s.others(lambda t: t.sizes == x.sizes and together(t.dtype, x.dtype))
+    if candidates and s.chance(1):
+        return s.one_of(candidates)
     if s.chance(6) and 3 * s.elements(x) <= LARGEST:
         return s.fresh((s.number(1, 3), *x.shape), s.partner(x))  # broadcast x itself
     shape = [n if s.chance(2) else 1 for n in x.shape[s.number(0, x.ndim) :]]
     return s.fresh(shape if s.chance(1) else x.shape, s.partner(x))
 
 
-@sample(Dropout)
+@strategy(Dropout)
 def _dropout(s: Sketch) -> Sequence[Tensor]:
     return [dropout(s.tensor(), s.one_of([0.1, 0.5]), mask=s.one_of(["bool", "fp32"]))]
 
 
-@sample(Reduce)
+@strategy(Reduce)
 def _reduce(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
     names = names_of(x.ndim)
-    gone = s.some(names, 1)
-    kept = s.order([n for n in names if n not in gone])
+    reduced = s.some(names, 1)
+    result_names = s.order([n for n in names if n not in reduced])
     if s.chance(1):
-        kept.insert(s.number(0, len(kept)), "1")
-    operation = s.one_of([r for r in REDUCTIONS if len(gone) == 1 or not r.startswith("arg")])
-    return [reduce(x, f"{' '.join(names)} -> {' '.join(kept)}", operation)]
+        result_names.insert(s.number(0, len(result_names)), "1")
+    operation = s.one_of([r for r in REDUCTIONS if len(reduced) == 1 or not r.startswith("arg")])
+    return [reduce(x, f"{' '.join(names)} -> {' '.join(result_names)}", operation)]
 
 
 # -- data movement -----------------------------------------------------------------------------------------------------
 
 
-@sample(Rearrange)
+@strategy(Rearrange)
 def _rearrange(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
     if s.chance(4):
         return [contiguous_copy(x)]
     if s.chance(4):
         return [reshape(x, s.one_of([(x.numel,), (*x.sizes, 1), (1, *x.sizes), x.sizes]))]
-    left, right, given = [], [], {}
+    operand_names, result_names, extents = [], [], {}
     for i, size in enumerate(x.sizes):
         factor = next((f for f in (2, 3, *dims("A B C D")) if _divides(f, size)), None)
         if factor is None or s.chance(1):
-            left.append(f"a{i}")
-            right.append(f"a{i}")
+            operand_names.append(f"a{i}")
+            result_names.append(f"a{i}")
         else:
-            left.append(f"(a{i} b{i})")
-            right += [f"a{i}", f"b{i}"]
-            given[f"b{i}"] = factor
-    right = merged(s, s.order(right) if s.chance(1) else right)
-    return [rearrange(x, f"{' '.join(left)} -> {' '.join(right)}", **given)]
+            operand_names.append(f"(a{i} b{i})")
+            result_names += [f"a{i}", f"b{i}"]
+            extents[f"b{i}"] = factor
+    result_names = merged(s, s.order(result_names) if s.chance(1) else result_names)
+    return [rearrange(x, f"{' '.join(operand_names)} -> {' '.join(result_names)}", **extents)]
 
 
 def _divides(factor: Any, size: Any) -> bool:
     quotient = poly(size) / poly(factor)
-    whole = all(isinstance(c, int) and all(e > 0 for _, e in m) for m, c in quotient.terms.items())
-    return whole and quotient != 1
+    integral = all(isinstance(c, int) and all(e > 0 for _, e in m) for m, c in quotient.terms.items())
+    return integral and quotient != 1
 
 
-@sample(Slice)
+@strategy(Slice)
 def _slice(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
     axis = s.axis(x)
-    long = s.value(x.sizes[axis])
+    length = s.value(x.sizes[axis])
     if s.chance(2):
         return [index(x, (slice(None),) * axis + (s.one_of([0, -1, slice(None, None, 2), None, slice(1)]),))]
-    if s.chance(1) and x.sizes[axis].constant is None and long > 2:  # a symbolic size of 1 changes the layout
+    if s.chance(1) and x.sizes[axis].constant is None and length > 2:  # a symbolic size of 1 changes the layout
         return [slice_axis(x, axis, s.number(0, 1), x.sizes[axis] - 1)]
-    start = s.number(0, long - 1)
+    start = s.number(0, length - 1)
     step = s.number(1, 2)
-    return [slice_axis(x, axis, start, s.number(1, (long - 1 - start) // step + 1), step)]
+    return [slice_axis(x, axis, start, s.number(1, (length - 1 - start) // step + 1), step)]
 
 
-@sample(Expand)
+@strategy(Expand)
 def _expand(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim <= 2 and s.elements(t) <= 24, s.shape(s.number(0, 2), 12))
     names = names_of(x.ndim)
-    new = s.one_of([2, 3, *dims("A B")])
-    at = s.number(0, x.ndim)
-    given = {"n": new} | {n: new for n, size in zip(names, x.sizes, strict=True) if size == 1 and s.chance(1)}
-    if s.elements(x) * s.value(new) ** len(given) > LARGEST:
-        given = {"n": 1}
-    return [expand(x, f"{' '.join(names)} -> {' '.join([*names[:at], 'n', *names[at:]])}", **given)]
+    repeats = s.one_of([2, 3, *dims("A B")])
+    position = s.number(0, x.ndim)
+    extents = {"n": repeats} | {n: repeats for n, size in zip(names, x.sizes, strict=True) if size == 1 and s.chance(1)}
+    if s.elements(x) * s.value(repeats) ** len(extents) > LARGEST:
+        extents = {"n": 1}
+    return [expand(x, f"{' '.join(names)} -> {' '.join([*names[:position], 'n', *names[position:]])}", **extents)]
 
 
-@sample(Concat)
+@strategy(Concat)
 def _concat(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
     axis = s.axis(x)
-    others = s.others(lambda t: t.dtype == x.dtype and t.sizes == x.sizes)
+    candidates = s.others(lambda t: t.dtype == x.dtype and t.sizes == x.sizes)
     shape = (*x.shape[:axis], s.one_of([1, 2, dims("A")]), *x.shape[axis + 1 :])
-    other = s.like(x) if x.domain is not None else s.fresh(shape, x.dtype.name)
-    parts = [x, s.one_of(others) if others and s.chance(1) else other]
-    return [concat(s.order(parts), axis)]
+    second = s.like(x) if x.domain is not None else s.fresh(shape, x.dtype.name)
+    operands = [x, s.one_of(candidates) if candidates and s.chance(1) else second]
+    return [concat(s.order(operands), axis)]
 
 
-@sample(Transfer)
+@strategy(Transfer)
 def _transfer(s: Sketch) -> Sequence[Tensor]:
     return [transfer(s.tensor())]
 
 
-@sample(Empty)
+@strategy(Empty)
 def _empty(s: Sketch) -> Sequence[Tensor]:
     apply(Empty(sizes=tuple(map(poly, s.shape())), dtype=s.fresh(()).dtype), [], "empty")
     return []  # uninitialized: not readable
@@ -819,9 +825,9 @@ def _empty(s: Sketch) -> Sequence[Tensor]:
 # -- gather and scatter ------------------------------------------------------------------------------------------------
 
 
-def _ids(s: Sketch, most: int, *lead: Any) -> Tensor:
+def _ids(s: Sketch, rows: int, *lead: Any) -> Tensor:
     """Draw indices 0, 1, 2, ..., distinct if there are enough rows."""
-    fitting = [n for n in (2, 3, *dims("A B")) if s.value(n) <= most]
+    fitting = [n for n in (2, 3, *dims("A B")) if s.value(n) <= rows]
     shape = (s.one_of(fitting),) if fitting and not s.chance(3) else s.one_of([(1,), (2, 2)])
     return s.fresh((*lead, *shape) if lead else shape, s.one_of(["int64", "int32"]), "input")
 
@@ -836,13 +842,13 @@ def _indexed(s: Sketch) -> tuple[Tensor, list[Tensor], int]:
     return x, [s.fresh((*x.shape[:batch], s.number(1, s.value(x.sizes[batch]))), "int64", "input")], batch
 
 
-@sample(Gather)
+@strategy(Gather)
 def _gather(s: Sketch) -> Sequence[Tensor]:
     x, ids, batch = _indexed(s)
     return apply(Gather(batch=batch), [x, *ids], "gather")
 
 
-@sample(Scatter)
+@strategy(Scatter)
 def _scatter(s: Sketch) -> Sequence[Tensor]:
     x, ids, batch = _indexed(s)
     updates = s.fresh((*ids[0].shape, *x.shape[batch + len(ids) :]), x.dtype.name)
@@ -853,13 +859,13 @@ def _scatter(s: Sketch) -> Sequence[Tensor]:
     return apply(Scatter(mode=mode, inplace=changes, batch=batch), [x, *ids, updates], "scatter")
 
 
-@sample(Arange)
+@strategy(Arange)
 def _arange(s: Sketch) -> Sequence[Tensor]:
-    made = arange(s.size(), s.one_of(["int64", "int32", "fp32"]))
-    return [made if made.dtype.kind == "float" else cast(made, "fp32")]
+    integers = arange(s.size(), s.one_of(["int64", "int32", "fp32"]))
+    return [integers if integers.dtype.kind == "float" else cast(integers, "fp32")]
 
 
-@sample(Opaque)
+@strategy(Opaque)
 def _opaque(s: Sketch) -> Sequence[Tensor]:
     x, size = s.tensor(), s.size()
     amounts: dict[str, Any] = {} if s.chance(1) else dict.fromkeys(("reads", "writes"), 8 * size)
@@ -867,7 +873,7 @@ def _opaque(s: Sketch) -> Sequence[Tensor]:
     return [opaque("stated", [x], (size,), workspace=s.one_of([0, 64, 16 * size]), **amounts)]
 
 
-@sample(Foreign)
+@strategy(Foreign)
 def _foreign(s: Sketch) -> Sequence[Tensor]:
     x, n = s.tensor(), poly(s.size())
     kind = Foreign(
@@ -887,7 +893,7 @@ def _dim(s: Sketch, ranks: Any, blocks: int, *others: Any) -> Tensor:
     return s.fresh((*others, ranks * blocks * s.one_of([1, dims("B")]), *s.shape(1, 4)))
 
 
-@sample(Collective)
+@strategy(Collective)
 def _collective(s: Sketch) -> Sequence[Tensor]:
     kind = s.one_of(sorted(COLLECTIVES))
     ranks: Any = s.one_of([2, 3, dims("A")])
@@ -899,31 +905,31 @@ def _collective(s: Sketch) -> Sequence[Tensor]:
     blocks, dim = s.number(1, 2), s.number(0, 1)
     x = _dim(s, ranks, blocks, *[2] * dim)
     source = x.ndim - 1 if kind == "all_to_all" and x.ndim - 1 != dim else None
-    made = Collective(
+    full_kind = Collective(
         collective=kind, ranks=poly(ranks), axis="x", dim=dim, blocks=poly(blocks),
         operation=s.one_of(["sum", "mean", "max", "min"]), source=source,
     )  # fmt: skip
-    return apply(made, [x], kind)
+    return apply(full_kind, [x], kind)
 
 
-@sample(Unshard)
-def _around(s: Sketch) -> Sequence[Tensor]:
+@strategy(Unshard)
+def _unshard(s: Sketch) -> Sequence[Tensor]:
     ranks: Any = s.one_of([2, 3, dims("A")])
     dim = s.number(0, 1)
-    own = apply(LocalShard(ranks=poly(ranks), axis="x", dim=dim), [_dim(s, ranks, 1, *[2] * dim)], "part")
-    return apply(Unshard(ranks=poly(ranks), axis="x", dim=dim), own, "around")
+    shard = apply(LocalShard(ranks=poly(ranks), axis="x", dim=dim), [_dim(s, ranks, 1, *[2] * dim)], "part")
+    return apply(Unshard(ranks=poly(ranks), axis="x", dim=dim), shard, "around")
 
 
-@sample(Pack)
+@strategy(Pack)
 def _pack(s: Sketch) -> Sequence[Tensor]:
-    first = s.fresh(s.shape(s.number(1, 2), 6))
-    parts = [first, *(s.fresh(s.shape(s.number(1, 2), 6), first.dtype.name) for _ in range(s.number(0, 2)))]
-    room = sum(t.numel.expr for t in parts)
-    return apply(Pack(), [fill((room,), dtype=parts[0].dtype), *parts], "pack")
+    head = s.fresh(s.shape(s.number(1, 2), 6))
+    tensors = [head, *(s.fresh(s.shape(s.number(1, 2), 6), head.dtype.name) for _ in range(s.number(0, 2)))]
+    room = sum(t.numel.expr for t in tensors)
+    return apply(Pack(), [fill((room,), dtype=tensors[0].dtype), *tensors], "pack")
 
 
-@sample(LocalShard)
-def _part(s: Sketch) -> Sequence[Tensor]:
+@strategy(LocalShard)
+def _local_shard(s: Sketch) -> Sequence[Tensor]:
     ranks: Any = s.one_of([2, 3, dims("A")])
     blocks, dim = s.number(1, 2), s.number(0, 1)
     return apply(
@@ -937,20 +943,20 @@ def _part(s: Sketch) -> Sequence[Tensor]:
 
 #: Op kinds in fused kernels.
 _FUSED = (Einsum, Pointwise, Reduce, Rearrange, Slice, Expand, Concat, Gather, Dropout, Pool)
-_DEEPEST = 2
+_MAX_DEPTH = 2
 
 
-def _grow(s: Sketch, kinds: Sequence[type[OpKind]], least: int, most: int) -> list[Tensor]:
+def _grow(s: Sketch, kinds: Sequence[type[OpKind]], low: int, high: int) -> list[Tensor]:
     """Draw some ops and return their results."""
-    out: list[Tensor] = []
-    for _ in range(s.number(least, most)):
-        made = s.drawn(SAMPLES[s.one_of(kinds)])
-        s.made(*made)
-        out += made
-    return [t for t in out if t in s.pool]
+    results: list[Tensor] = []
+    for _ in range(s.number(low, high)):
+        drawn = s.drawn(STRATEGIES[s.one_of(kinds)])
+        s.made(*drawn)
+        results += drawn
+    return [t for t in results if t in s.pool]
 
 
-@sample(Kernel)
+@strategy(Kernel)
 def _kernel(s: Sketch) -> Sequence[Tensor]:
     return s.one_of([_drawn_kernel, _layer, _attention])(s)
 
@@ -963,7 +969,7 @@ def _layer(s: Sketch) -> Sequence[Tensor]:
         return [linear(x, "... i -> ... o", o=2, bias=True)]
     if name.endswith("softmax"):
         return [(softmax if name == "softmax" else log_softmax)(x, s.number(0, x.ndim - 1))]
-    small = x.dtype.bits < 16  # parameters of the graph's own format have to have a common one with it
+    small = x.dtype.bits < 16  # norm parameters have the graph's format, which must promote with that of x
     norm = layer_norm if name == "layer_norm" else rms_norm
     return [norm(cast(x, "bf16") if small else x, affine=s.chance(1))]
 
@@ -986,12 +992,12 @@ def _drawn_kernel(s: Sketch) -> Sequence[Tensor]:
     s.tensor()
     space = s.one_of([0, 0, 96, 8 * dims("A")])
     with kernel("fused", workspace=space) as body, s.inside(changes=False):
-        made: list[Tensor] = []
-        while not made:
-            made = [t for t in _grow(s, _FUSED, 1, 3) if t.graph is body and t.producer is not None]
+        results: list[Tensor] = []
+        while not results:
+            results = [t for t in _grow(s, _FUSED, 1, 3) if t.graph is body and t.producer is not None]
     # the kernel needs a consumer outside
-    handed = [body.export(t) for t in s.some(made, 1)]
-    return [t for t in handed if t.dtype.kind == "float"]
+    exported = [body.export(t) for t in s.some(results, 1)]
+    return [t for t in exported if t.dtype.kind == "float"]
 
 
 def _count(s: Sketch) -> Any:
@@ -1000,21 +1006,21 @@ def _count(s: Sketch) -> Any:
     return s.one_of([dims("L"), dims("T"), 1, 2, 3])
 
 
-def _usual() -> tuple[type[OpKind], ...]:
+def _default_kinds() -> tuple[type[OpKind], ...]:
     """Return all kinds with a sample, except `SliceUpdate`, which only traces produce."""
-    return tuple(k for k in SAMPLES if k is not SliceUpdate)
+    return tuple(k for k in STRATEGIES if k is not SliceUpdate)
 
 
 def _kinds(s: Sketch) -> Sequence[type[OpKind]]:
-    return [k for k in s.kinds or _usual() if s.depth < _DEEPEST or not issubclass(k, BodyKind)]
+    return [k for k in s.kinds or _default_kinds() if s.depth < _MAX_DEPTH or not issubclass(k, BodyKind)]
 
 
-def _like(s: Sketch, x: Tensor, made: Sequence[Tensor]) -> Tensor:
+def _next_carry(s: Sketch, x: Tensor, candidates: Sequence[Tensor]) -> Tensor:
     """Derive a tensor with a carry's shape and format from a body's results."""
-    fits = [t for t in made if t.sizes == x.sizes and t.dtype == x.dtype and t.domain is None]
+    fits = [t for t in candidates if t.sizes == x.sizes and t.dtype == x.dtype and t.domain is None]
     if fits and s.chance(1):
         return s.one_of(fits)
-    floats = [t for t in made if t.dtype.kind == "float" and t.dtype.bits >= 16 and t.domain is None]
+    floats = [t for t in candidates if t.dtype.kind == "float" and t.dtype.bits >= 16 and t.domain is None]
     if floats and s.chance(1):
         y = floats[-1]
         names = " ".join(f"a{i}" for i in range(y.ndim))
@@ -1026,68 +1032,75 @@ def _like(s: Sketch, x: Tensor, made: Sequence[Tensor]) -> Tensor:
     return s.one_of([x, pointwise("relu", x), pointwise("neg", x)])
 
 
-@sample(Repeat)
+@strategy(Repeat)
 def _repeat(s: Sketch) -> Sequence[Tensor]:
-    many = s.one_of([1, 1, 2])
-    carries = tuple(s.tensor(lambda t: s.elements(t) <= 20, s.shape(s.number(0, 2), 20)) for _ in range(many))
+    carry_count = s.one_of([1, 1, 2])
+    carries = tuple(s.tensor(lambda t: s.elements(t) <= 20, s.shape(s.number(0, 2), 20)) for _ in range(carry_count))
     carries = tuple(t if t.dtype.block is None else cast(t, "bf16") for t in carries)
     count = _count(s)
     stacked = s.chance(1)
     xs = tuple(s.fresh((count, *s.shape(1, 6)), "fp32") for _ in range(s.number(0, 1))) if stacked else ()
 
-    def inner(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def body(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         with s.inside(*tensors):
             # views of tensors with block scales are costed differently, see docs/deviations.md
             s.pool = [t for t in s.pool if t.dtype.block is None]
-            made = _grow(s, _kinds(s), 0, 3)
+            results = _grow(s, _kinds(s), 0, 3)
             # slices of block formats have scales of their own; outputs are never restricted to a domain
-            here = [t for t in made if t.graph is current_graph() and t.dtype.block is None and t.domain is None]
-            after = [_like(s, x, made) for x in tensors[: len(carries)]]
-        if len(after) == 2 and after[0].sizes == after[1].sizes and after[0].dtype == after[1].dtype and s.chance(1):
-            after.reverse()
-        return after, s.some(here[-2:])
+            stackable = [
+                t for t in results if t.graph is current_graph() and t.dtype.block is None and t.domain is None
+            ]
+            next_carries = [_next_carry(s, x, results) for x in tensors[: len(carries)]]
+        if (
+            len(next_carries) == 2
+            and next_carries[0].sizes == next_carries[1].sizes
+            and next_carries[0].dtype == next_carries[1].dtype
+            and s.chance(1)
+        ):
+            next_carries.reverse()
+        return next_carries, s.some(stackable[-2:])
 
     if not stacked:
-        out = repeat(count, lambda *t: tuple(inner(*t)[0]), carries)
-        return list(out)
+        finals = repeat(count, lambda *t: tuple(body(*t)[0]), carries)
+        return list(finals)
 
     def step(carry: tuple[Tensor, ...], x: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        after, ys = inner(*carry, *x)
-        return tuple(after), tuple(ys)
+        next_carries, ys = body(*carry, *x)
+        return tuple(next_carries), tuple(ys)
 
     state, ys = scan(count, step, carries, xs)
     return [*_tuple(state), *_tuple(ys)]
 
 
-def _tuple(made: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return made if isinstance(made, tuple) else (made,)
+def _tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tensors if isinstance(tensors, tuple) else (tensors,)
 
 
 def _finish(s: Sketch) -> Case:
     """Declare outputs: all unread tensors, and some that have consumers."""
     graph = s.graph
-    here = [t for t in s.pool if t.producer is not None]
-    unread = [t for t in here if t in graph and not graph.out_degree(t)]
-    for t in dict.fromkeys([*s.some(unread, 1), *s.some(here[-3:])]):
+    computed = [t for t in s.pool if t.producer is not None]
+    unread = [t for t in computed if t in graph and not graph.out_degree(t)]
+    for t in dict.fromkeys([*s.some(unread, 1), *s.some(computed[-3:])]):
         graph.output(t)
     if not graph.outputs:
         graph.output(pointwise("relu", s.fresh((2,), "fp32")))
     return Case(graph, {name: s.point[name] for name in sorted(known_names(graph))})
 
 
-def _case(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type[OpKind] | None, most: int) -> Case:
+def _case(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type[OpKind] | None, max_ops: int) -> Case:
     with Graph("drawn", dtype="fp32") as graph:
         s = Sketch(draw, graph)
-        _grow(s, kinds, 0 if must else 1, most)
+        _grow(s, kinds, 0 if must else 1, max_ops)
         if must:
-            s.made(*s.drawn(SAMPLES[must]))
+            s.made(*s.drawn(STRATEGIES[must]))
             _grow(s, (Pointwise, Rearrange), 0, 1)
         return _finish(s)
 
 
 @st.composite
-def _drawn(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type[OpKind] | None, most: int) -> Case:
-    return _case(draw, kinds, must, most)
+def _drawn(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type[OpKind] | None, max_ops: int) -> Case:
+    return _case(draw, kinds, must, max_ops)
 
 
 def ops(kind: Named) -> st.SearchStrategy[Case]:
@@ -1121,7 +1134,7 @@ def graphs(most: int = 6, kinds: Sequence[Named] = ()) -> st.SearchStrategy[Case
     strategy of Case
         (graph, point): every dimension of the graph has a size in `point`.
     """
-    return _drawn([kind_of("graphs", k) for k in kinds] or _usual(), None, most)
+    return _drawn([kind_of("graphs", k) for k in kinds] or _default_kinds(), None, most)
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
@@ -1137,7 +1150,7 @@ _FUNCTIONS = (
     "minimum", "relu", "leaky_relu", "relu2", "sigmoid", "silu", "gelu", "gelu_tanh", "softplus", "elu", "softcap",
     "hardswish", "mish", "copy", "clamp",
 )  # fmt: skip
-_LEAST_BITS = 16
+_MIN_BITS = 16
 
 
 class _Trained(Sketch):
@@ -1159,7 +1172,7 @@ class _Trained(Sketch):
 
 def _scalar(s: Sketch, t: Tensor) -> Tensor:
     """Reduce a tensor to a scalar."""
-    wide = t if t.dtype.bits > _LEAST_BITS else cast(t, "fp32")
+    wide = t if t.dtype.bits > _MIN_BITS else cast(t, "fp32")
     if t.ndim == 2 and t.domain is None and s.value(t.sizes[0]) <= s.value(t.sizes[1]) and s.chance(3):
         return cross_entropy(wide, s.fresh(t.shape[:1], "int64", "input"))
     names = " ".join(f"a{i}" for i in range(t.ndim))
@@ -1174,26 +1187,26 @@ def _is_last(t: Tensor) -> bool:
 
 def _loss(s: Sketch) -> Tensor:
     """Sum all unread tensors, and some that have consumers, to a scalar."""
-    here = [t for t in s.pool if t in s.graph and t.dtype.kind == "float" and t.dtype.bits >= _LEAST_BITS]
-    made = [t for t in here if t.producer is not None]
-    unread = [t for t in made if not s.graph.out_degree(t) and not (_is_last(t) and s.chance(1))]
-    parts = [_scalar(s, t) for t in dict.fromkeys([*unread, *s.some(made[-2:])])]
-    parts = parts or [_scalar(s, s.fresh((2,), "fp32", "param"))]
-    loss = parts[0]
-    for part in parts[1:]:
-        loss = pointwise("add", loss, part)
+    floats = [t for t in s.pool if t in s.graph and t.dtype.kind == "float" and t.dtype.bits >= _MIN_BITS]
+    computed = [t for t in floats if t.producer is not None]
+    unread = [t for t in computed if not s.graph.out_degree(t) and not (_is_last(t) and s.chance(1))]
+    terms = [_scalar(s, t) for t in dict.fromkeys([*unread, *s.some(computed[-2:])])]
+    terms = terms or [_scalar(s, s.fresh((2,), "fp32", "param"))]
+    loss = terms[0]
+    for term in terms[1:]:
+        loss = pointwise("add", loss, term)
     return cast(loss, "fp32") if loss.dtype.name != "fp32" else loss
 
 
 @st.composite
 def _draw_loss_graph(
-    draw: Callable[[Any], Any], most: int, kinds: Sequence[type[OpKind]], must: type[OpKind] | None
+    draw: Callable[[Any], Any], max_ops: int, kinds: Sequence[type[OpKind]], must: type[OpKind] | None
 ) -> Case:
     with Graph("drawn", dtype="fp32") as graph:
         s = _Trained(draw, graph)
         s.kinds, s.functions = kinds, [n for n in _FUNCTIONS if n in FUNCTIONS]
         s.fresh(s.shape(s.number(1, 3), 30), "fp32", "param")
-        _grow(s, kinds, 0 if must else 1, most)
+        _grow(s, kinds, 0 if must else 1, max_ops)
         if must:
             _grow(s, (must,), 1, 1)
         graph.output(_loss(s))

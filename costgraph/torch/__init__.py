@@ -5,9 +5,7 @@ from ..errors import UnsupportedError
 try:
     import torch as _torch  # noqa: F401  # looked for first, so that the error says what is missing
 except ImportError as error:
-    raise UnsupportedError(
-        f"costgraph.torch: torch cannot be imported ({error}), expected an installed torch: pip install torch"
-    ) from None
+    raise UnsupportedError(f"costgraph.torch: torch cannot be imported ({error}): pip install torch") from None
 
 from .calibration import (
     Calibration,

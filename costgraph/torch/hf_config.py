@@ -28,7 +28,7 @@ _ATTENTION = {"flash": None, "eager": "eager"}
 #: Trace sizes. They decide size-dependent branches; primes differ from other sizes.
 _BATCH, _LENGTH = 3, 2053
 #: Limit on layers and experts, which some classes create one by one. The largest models have about 130 and 512.
-_MOST = 1024
+_MOST_LAYERS_OR_EXPERTS = 1024
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
 
 
@@ -89,7 +89,7 @@ def from_config(
     if attention not in _ATTENTION:
         raise GraphError(f"{config.place}: attention {shown(attention)}, expected 'flash' or 'eager'")
     format_ = find_dtype(config.dtype or "bf16" if dtype is None else dtype)
-    model = _built(config, _ATTENTION[attention], format_)
+    model = _build_model(config, _ATTENTION[attention], format_)
     inputs, dims = _inputs(config, model)
     uses_cache = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
     graph = trace(
@@ -104,79 +104,81 @@ def from_config(
         return graph
 
 
-def _built(config: Config, attention: str | None, format_: DType) -> nn.Module:
+def _build_model(config: Config, attention: str | None, format_: DType) -> nn.Module:
     """Build the module without data."""
     try:
         import transformers
     except ImportError:
         raise UnsupportedError(
-            f"{config.place}: transformers is not installed, expected it, as it builds the model: pip install "
-            f"transformers"
+            f"{config.place}: transformers, which builds the model, is not installed: pip install transformers"
         ) from None
     name = config.architecture
-    made = getattr(transformers, name, None) if is_name(name) else None
-    if not isinstance(made, type) or not issubclass(made, transformers.PreTrainedModel):
+    model_class = getattr(transformers, name, None) if is_name(name) else None
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise UnsupportedError(
-            f"{config.place}: architecture {shown(name)}, expected one of transformers {transformers.__version__}"
+            f"{config.place}: architecture {shown(name)}, expected a model class of transformers "
+            f"{transformers.__version__}"
         )
     if config.has("quantization_config"):
         raise UnsupportedError(
-            f"{config.place}: quantization_config is there, expected a model that is not quantized: what transformers "
-            f"runs then is another program"
+            f"{config.place}: quantization_config is set, expected a model that is not quantized: transformers "
+            f"runs other ops for a quantized model"
         )
     fields = config.fields
-    for field, value in _numbers(fields):
-        if ("layer" in field or "experts" in field or field == "depth") and value > _MOST:
-            raise UnsupportedError(f"{config.place}: {field} is {value}, expected {_MOST} at the most")
-    chosen, before = torch_dtype(config.place, format_), torch.get_default_dtype()
+    for field, value in _integers(fields):
+        if ("layer" in field or "experts" in field or field == "depth") and value > _MOST_LAYERS_OR_EXPERTS:
+            raise UnsupportedError(f"{config.place}: {field} is {value}, expected at most {_MOST_LAYERS_OR_EXPERTS}")
+    torch_format, previous = torch_dtype(config.place, format_), torch.get_default_dtype()
     try:
         with torch.device("meta"):
-            torch.set_default_dtype(chosen)
-            kind: Any = made.config_class
-            model: Any = made(kind.from_dict({**fields, "attn_implementation": attention}))
+            torch.set_default_dtype(torch_format)
+            kind: Any = model_class.config_class
+            model: Any = model_class(kind.from_dict({**fields, "attn_implementation": attention}))
     except Exception as error:  # a transformers class may raise anything on unsuitable fields
         raise FormatError(
-            f"{config.place}: transformers {transformers.__version__} builds no {name} of it: {type(error).__name__}: "
-            f"{shown(str(error), 300)}"
+            f"{config.place}: transformers {transformers.__version__} cannot build {name} from it: "
+            f"{type(error).__name__}: {shown(str(error), 300)}"
         ) from error
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous)
     built: nn.Module = model.eval()
     return built
 
 
-def _numbers(fields: Mapping[str, object]) -> list[tuple[str, int]]:
+def _integers(fields: Mapping[str, object]) -> list[tuple[str, int]]:
     """Return all integers in a configuration with their field names, nested parts included."""
-    found = []
+    numbers = []
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            found += _numbers(value)
+            numbers += _integers(value)
         elif isinstance(value, int):
-            found.append((name, value))
-    return found
+            numbers.append((name, value))
+    return numbers
 
 
 def _inputs(config: Config, model: Any) -> tuple[dict[str, object], dict[str, Sequence[str | None]]]:
     """Return the model's keyword arguments and axis names."""
-    name, own = model.main_input_name, model.config
+    name, model_config = model.main_input_name, model.config
     if name == "input_ids":
-        inputs: dict[str, object] = {name: _tokens(own)}
+        inputs: dict[str, object] = {name: _tokens(model_config)}
         dims: dict[str, Sequence[str | None]] = {name: ("B", "S")}
-        if own.is_encoder_decoder:
-            inputs["decoder_input_ids"], dims["decoder_input_ids"] = _tokens(own), ("B", "T")
+        if model_config.is_encoder_decoder:
+            inputs["decoder_input_ids"], dims["decoder_input_ids"] = _tokens(model_config), ("B", "T")
         return inputs, dims
-    side = getattr(own, "image_size", None)
-    if name == "pixel_values" and side is not None:
-        height, width = side if isinstance(side, list | tuple) else (side, side)
-        shape = _BATCH, getattr(own, "num_channels", 3), height, width
+    image_size = getattr(model_config, "image_size", None)
+    if name == "pixel_values" and image_size is not None:
+        height, width = image_size if isinstance(image_size, list | tuple) else (image_size, image_size)
+        shape = _BATCH, getattr(model_config, "num_channels", 3), height, width
         return {name: torch.empty(shape, dtype=model.dtype, device="meta")}, {name: ("B", None, None, None)}
     raise UnsupportedError(
-        f"{config.place}: {config.architecture} takes {name}, expected tokens, or images of a stated side: "
-        f"trace it with inputs of your own, costgraph.torch.trace"
+        f"{config.place}: {config.architecture} takes {name}, expected tokens, or images with a size in the "
+        f"configuration: trace the module with your own inputs, costgraph.torch.trace"
     )
 
 
-def _tokens(own: Any) -> torch.Tensor:
+def _tokens(config: Any) -> torch.Tensor:
     """Return tokens, limited by the number of positions."""
-    most = min((n for name in _POSITIONS if isinstance(n := getattr(own, name, None), int) and n > 2), default=_LENGTH)
-    return torch.zeros(_BATCH, prevprime(min(most, _LENGTH) + 1), dtype=torch.int64, device="meta")
+    limit = min(
+        (n for name in _POSITIONS if isinstance(n := getattr(config, name, None), int) and n > 2), default=_LENGTH
+    )
+    return torch.zeros(_BATCH, prevprime(min(limit, _LENGTH) + 1), dtype=torch.int64, device="meta")

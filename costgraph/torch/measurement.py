@@ -164,7 +164,7 @@ def timed(call: Callable[[], Any], device: torch.device, least: int = 5, most: i
             raise BindingError(f"{name}={shown(runs)}: expected a positive number of runs")
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
         raise BindingError(f"budget={shown(budget)}: expected seconds, zero or more")
-    once = _time_with_events if device.type == "cuda" else _clock
+    once = _time_with_events if device.type == "cuda" else _time_on_cpu
     call()
     synchronize(device)
     seconds: list[float] = []
@@ -175,11 +175,11 @@ def timed(call: Callable[[], Any], device: torch.device, least: int = 5, most: i
     return Times.of(seconds)
 
 
-def _clock(call: Callable[[], Any], device: torch.device) -> float:
+def _time_on_cpu(call: Callable[[], Any], device: torch.device) -> float:
     start = time.perf_counter()
-    kept = call()
+    result = call()
     end = time.perf_counter()
-    del kept
+    del result
     return end - start
 
 
@@ -187,10 +187,10 @@ def _time_with_events(call: Callable[[], Any], device: torch.device) -> float:
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
         start.record()
-        kept = call()
+        result = call()
         end.record()
         end.synchronize()
-    del kept
+    del result
     return float(start.elapsed_time(end)) / 1e3
 
 
@@ -210,19 +210,21 @@ def find_device(device: str | torch.device) -> torch.device:
     device(type='cpu')
     """
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
         reason = str(error).split("\n")[0][:200]
         raise UnsupportedError(f"device {str(device)[:80]!r}: {reason}; expected cpu or cuda") from None
-    if found.type not in _KINDS:
-        raise UnsupportedError(f"device {str(found)!r}: no way to measure it, expected cpu or cuda")
-    if found.type == "cuda":
-        there = torch.cuda.device_count()
-        index = torch.cuda.current_device() if found.index is None and there else found.index or 0
-        if index >= there:
-            raise UnsupportedError(f"device {str(found)!r}: torch sees {there} CUDA devices, expected one of them")
+    if parsed.type not in _KINDS:
+        raise UnsupportedError(f"device {str(parsed)!r}: cannot be measured, expected cpu or cuda")
+    if parsed.type == "cuda":
+        device_count = torch.cuda.device_count()
+        index = torch.cuda.current_device() if parsed.index is None and device_count else parsed.index or 0
+        if index >= device_count:
+            raise UnsupportedError(
+                f"device {str(parsed)!r}: torch sees {device_count} CUDA devices, expected one of them"
+            )
         return torch.device("cuda", index)
-    return found
+    return parsed
 
 
 def cpu_name() -> str:
@@ -235,9 +237,9 @@ def cpu_name() -> str:
                 return value.strip()
     if sys.platform == "darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-        if said:
-            return said
+        brand = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        if brand:
+            return brand
     return platform.processor() or platform.machine() or "unknown processor"
 
 
@@ -256,9 +258,7 @@ def memory_bytes(device: torch.device) -> int:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
-        raise UnsupportedError(
-            "device cpu: this system does not say how much memory it has, expected sysconf"
-        ) from None
+        raise UnsupportedError("device cpu: this system does not report its memory through os.sysconf") from None
 
 
 def counted(threads: object) -> str:
@@ -292,12 +292,12 @@ def environment(device: str | torch.device = "cpu", command: str | None = None) 
     >>> [found[k] == v for k, v in (("device", "cpu"), ("command", "an example"), ("torch", torch.__version__))]
     [True, True, True]
     """
-    where = find_device(device)
-    words = [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv and sys.argv[0] else [Path(sys.executable).name]
-    found: dict[str, str | int | bool] = {
-        "device": where.type,
-        "name": device_name(where),
-        "memory_bytes": memory_bytes(where),
+    target = find_device(device)
+    command_words = [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv and sys.argv[0] else [Path(sys.executable).name]
+    values: dict[str, str | int | bool] = {
+        "device": target.type,
+        "name": device_name(target),
+        "memory_bytes": memory_bytes(target),
         "threads": torch.get_num_threads(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "cores": os.cpu_count() or 0,
@@ -305,16 +305,16 @@ def environment(device: str | torch.device = "cpu", command: str | None = None) 
         "python": platform.python_version(),
         "platform": platform.platform(),
         "date": datetime.now(UTC).date().isoformat(),
-        "command": shlex.join(words) if command is None else command,
+        "command": shlex.join(command_words) if command is None else command,
     }
-    if where.type == "cuda":
-        properties = torch.cuda.get_device_properties(where)
-        found |= {
+    if target.type == "cuda":
+        properties = torch.cuda.get_device_properties(target)
+        values |= {
             "cuda": str(torch.version.cuda or torch.version.hip),
             "multiprocessors": int(properties.multi_processor_count),
             "l2_bytes": int(getattr(properties, "L2_cache_size", 0)),
         }
-    return found
+    return values
 
 
 # -- allocations -------------------------------------------------------------------------------------------------------
@@ -342,21 +342,21 @@ def peak_bytes(call: Callable[[], Any], device: torch.device) -> tuple[int, int]
     (800, 400)
     """
     with collector_off():
-        return _cuda(call, device) if device.type == "cuda" else _cpu(call)
+        return _cuda_peak(call, device) if device.type == "cuda" else _cpu_peak(call)
 
 
-def _cuda(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
+def _cuda_peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
     synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    kept = call()
+    allocated_before = torch.cuda.memory_allocated(device)
+    result = call()
     synchronize(device)
-    peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    del kept
-    return peak - before, after - before
+    peak, allocated_after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    del result
+    return peak - allocated_before, allocated_after - allocated_before
 
 
-def _cpu(call: Callable[[], Any]) -> tuple[int, int]:
+def _cpu_peak(call: Callable[[], Any]) -> tuple[int, int]:
     # a free is only attributed if its allocation was recorded: the preceding run records those that the measured
     # run frees, such as the gradients of the last step
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -364,22 +364,22 @@ def _cpu(call: Callable[[], Any]) -> tuple[int, int]:
         gc.collect()
         with record_function(_MARK):
             pass
-        kept = call()
+        result = call()
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
-    found = _peak_of(_events(results.experimental_event_tree()))
-    del kept
-    return found
+    peak_and_left = _peak_of(_events(results.experimental_event_tree()))
+    del result
+    return peak_and_left
 
 
 def _events(roots: Iterable[Any]) -> Iterator[tuple[int, int] | None]:
     """Yield address and bytes of each allocation in time order, negative bytes for a free, None at the mark."""
-    flat, left = [], list(reversed(list(roots)))
-    while left:
-        event = left.pop()
+    flat, stack = [], list(reversed(list(roots)))
+    while stack:
+        event = stack.pop()
         flat.append(event)
-        left.extend(reversed(event.children))
+        stack.extend(reversed(event.children))
     for event in sorted(flat, key=lambda e: int(e.start_time_ns)):
         if event.name == _MARK:
             yield None
@@ -434,14 +434,14 @@ class Measurement:
         }
 
     def __str__(self) -> str:
-        parts = [f"time    {self.time}"]
+        lines = [f"time    {self.time}"]
         if self.flops is not None:
-            parts.append(f"matmul  {format_quantity(self.flops, 'FLOP')}")
+            lines.append(f"matmul  {format_quantity(self.flops, 'FLOP')}")
         if self.peak is not None and self.left is not None:
-            parts.append(f"peak    {format_bytes(self.peak)} above the baseline, {format_bytes(self.left)} left")
-        of = self.environment
-        parts.append(f"on      {of['name']}, {counted(of['threads'])}, torch {of['torch']}, {of['date']}")
-        return "\n".join(parts)
+            lines.append(f"peak    {format_bytes(self.peak)} above the baseline, {format_bytes(self.left)} left")
+        env = self.environment
+        lines.append(f"on      {env['name']}, {counted(env['threads'])}, torch {env['torch']}, {env['date']}")
+        return "\n".join(lines)
 
 
 def measure(
@@ -507,24 +507,24 @@ def measure(
     >>> found.flops, found.peak, found.left, found.time.runs  # 2*7*11*13 FLOPs; 4*7*13 bytes, which are returned
     (2002, 364, 364, 5)
     """
-    named = kwargs or {}
+    keywords = kwargs or {}
 
     def run() -> Any:
-        return call(*args, **named)
+        return call(*args, **keywords)
 
-    given = None if device is None else find_device(device)
+    requested = None if device is None else find_device(device)
     with progressing("measure", 3, progress) as step:
         step("FLOPs")
-        where, counted = _first(run, given, flops)
+        used, counted = _first_run(run, requested, flops)
         run()
         step("time")
-        times = timed(run, where, least, most, budget)
+        times = timed(run, used, least, most, budget)
         step("peak")
-        most_bytes, left = peak_bytes(run, where) if peak else (None, None)
-    return Measurement(times, counted, most_bytes, left, environment(where, command))
+        peak_above_baseline, left = peak_bytes(run, used) if peak else (None, None)
+    return Measurement(times, counted, peak_above_baseline, left, environment(used, command))
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+class _DeviceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """Records the devices of all tensors that ops read and return."""
 
     def __init__(self) -> None:
@@ -543,26 +543,26 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         return out
 
 
-def _first(run: Callable[[], Any], given: torch.device | None, flops: bool) -> tuple[torch.device, int | None]:
+def _first_run(run: Callable[[], Any], requested: torch.device | None, flops: bool) -> tuple[torch.device, int | None]:
     """Run a call once, and return the device of its ops and its matmul FLOPs."""
-    with _Watch() as watch:
+    with _DeviceRecorder() as recorder:
         if flops:
             with FlopCounterMode(display=False) as counter:
                 run()
             counted = int(counter.get_total_flops())
         else:
             run()
-    return _where(watch.devices, given), counted if flops else None
+    return _single_device(recorder.devices, requested), counted if flops else None
 
 
-def _where(seen: set[torch.device], given: torch.device | None) -> torch.device:
+def _single_device(used: set[torch.device], requested: torch.device | None) -> torch.device:
     # CPU scalars may be operands of ops on other devices
-    others = {d for d in seen if d.type != "cpu"}
-    if len(others) > 1 or (given is not None and seen and given not in (others or seen)):
-        said = ", ".join(sorted(map(str, others or seen)))
-        raise UnsupportedError(f"measure: ops ran on {said}, expected {given or 'one device'} alone")
-    if given is not None:
-        return given
-    if not seen and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
-        raise UnsupportedError("measure: no op of torch was seen, expected device= that says where the call runs")
-    return find_device(next(iter(others), torch.device("cpu")))
+    accelerators = {d for d in used if d.type != "cpu"}
+    if len(accelerators) > 1 or (requested is not None and used and requested not in (accelerators or used)):
+        names = ", ".join(sorted(map(str, accelerators or used)))
+        raise UnsupportedError(f"measure: ops ran on {names}, expected only {requested or 'one device'}")
+    if requested is not None:
+        return requested
+    if not used and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        raise UnsupportedError("measure: the call ran no torch op, expected device= to name its device")
+    return find_device(next(iter(accelerators), torch.device("cpu")))

@@ -664,7 +664,7 @@ class Validation(Table):
     failed: tuple[Failed, ...] = ()
     """cases that failed"""
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{len(self.rows)} cases on {self.hardware.id}"
 
     def _columns(self) -> Sequence[Column]:

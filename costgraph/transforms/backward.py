@@ -14,13 +14,13 @@ from .reverse_mode import (
     Leaf,
     ReverseMode,
     active_in,
-    again,
-    apart,
     hoist,
+    keep_branch_residuals,
     peel,
+    protect_saved,
     pull_kernel,
     pull_loop,
-    with_branches,
+    recompute,
 )
 
 __all__ = [
@@ -72,7 +72,9 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | bool | None = None) ->
     loss = loss_of(new)
     sources = [t for t in new.tensors if t.producer is None and t.requires_grad]
     if not sources:
-        raise GraphError(f"backward of graph {graph.name!r}: nothing wants a gradient, expected a parameter with one")
+        raise GraphError(
+            f"backward of graph {graph.name!r}: nothing requires a gradient, expected a trainable parameter"
+        )
     with new:
         walk = differentiate(new, new.ops, loss, dict.fromkeys(sources, Leaf()), policy)
         new.gradients = {t: walk.final[t] for t in sources if t in walk.final}
@@ -81,7 +83,9 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | bool | None = None) ->
 
 def prepared(graph: Graph, policy: Checkpoint) -> Graph:
     """Return a copy of a forward graph to which a backward pass can be added."""
-    return with_branches(apart(hoist(peel(policy.prepared(graph), policy.stops_early_in))), _hooks(policy))
+    return keep_branch_residuals(
+        protect_saved(hoist(peel(policy.prepared(graph), policy.stops_early_in))), _hooks(policy)
+    )
 
 
 def differentiate(
@@ -100,24 +104,24 @@ def differentiate(
 
 
 def pull_back(
-    made: Tensor, grad: Tensor, wanted: Sequence[Tensor], saved: Callable[[Tensor], Tensor]
+    output: Tensor, grad: Tensor, inputs: Sequence[Tensor], saved: Callable[[Tensor], Tensor]
 ) -> list[Tensor | None]:
     """Add the vector-Jacobian product of a separate graph to the open one.
 
-    Given the gradient of `made`, return the gradients of `wanted`, None for zero. `saved` maps tensors from the graph
-    that computes `made` to the open graph.
+    Given the gradient of `output`, return the gradients of `inputs`, None for zero. `saved` maps tensors from the
+    graph that computes `output` to the open graph.
     """
-    ops = list(made.graph.ops)
-    walk = ReverseMode(_hooks(Checkpoint()), active_in(ops, wanted), saved, fused=current_graph().fused)
-    walk.put(made, grad)
+    ops = list(output.graph.ops)
+    walk = ReverseMode(_hooks(Checkpoint()), active_in(ops, inputs), saved, fused=current_graph().fused)
+    walk.put(output, grad)
     walk.run(ops)
-    return [walk.take(t) for t in wanted]
+    return [walk.take(t) for t in inputs]
 
 
 def _hooks(policy: Checkpoint) -> BackwardHooks:
     within = None if policy.inside is None else _hooks(policy.inside)
     return BackwardHooks(
-        pull_kernel, pull_loop, again, policy.runs, policy.keeps, policy.early_stop, policy.start, within
+        pull_kernel, pull_loop, recompute, policy.runs, policy.keeps, policy.early_stop, policy.start, within
     )
 
 

@@ -58,12 +58,12 @@ class Checkpoint:
     """whether recomputation stops after a run's last op that the backward pass reads"""
 
     def __post_init__(self) -> None:
-        for word, names in (("selective", self.names), ("keep", self.keep)):
+        for option, names in (("selective", self.names), ("keep", self.keep)):
             for name in names:
                 if not all(map(is_level, name.split("/"))):
-                    raise GraphError(f"{word}: {shorten(name)}, expected identifiers separated by '/'")
+                    raise GraphError(f"{option}: {shorten(name)}, expected identifiers separated by '/'")
         if (self.keep or not self.communication) and self.inside is not None:
-            raise GraphError("keep: what is kept is not computed again, expected no policy for what is inside")
+            raise GraphError("keep: saved results are not recomputed, expected no policy inside=")
         need_flag("checkpoint", communication=self.communication, early_stop=self.early_stop)
         if self.interval is not None:
             object.__setattr__(self, "interval", positive("every: k", self.interval))
@@ -71,17 +71,19 @@ class Checkpoint:
     def prepared(self, graph: Graph) -> Graph:
         """Return the graph with its loops split where several iterations form one run."""
         for name in self.names:
-            if not any(_is_part(name, op.name) for op in graph.walk()):
+            if not any(_has_levels(name, op.name) for op in graph.walk()):
                 scopes = sorted({level for op in graph.walk() for level in op.name.split("/")[:-1]})
-                raise GraphError(f"selective: {name!r} is no scope or op, expected one such as {', '.join(scopes)}")
+                raise GraphError(
+                    f"selective: {name!r} matches no scope or op, expected one such as {', '.join(scopes)}"
+                )
         for name in self.keep:
-            if not any(_ends(name, op.name) for op in graph.walk()):
+            if not any(_has_suffix(name, op.name) for op in graph.walk()):
                 ops = sorted({op.name.rpartition("/")[2] for op in graph.walk()})
-                raise GraphError(f"keep: {name!r} is no op, expected one such as {', '.join(ops)}")
-        if not self.communication and not any(map(_sums, graph.walk())):
+                raise GraphError(f"keep: {name!r} matches no op, expected one such as {', '.join(ops)}")
+        if not self.communication and not any(map(_is_reduced, graph.walk())):
             raise GraphError(
-                f"communication=False of graph {graph.name!r}: no product that tensor parallelism sums is known by its "
-                f"name, expected layers of costgraph.nn or of transformers, or keep= with names"
+                f"communication=False of graph {graph.name!r}: no matmul has the name of a layer whose result tensor "
+                f"parallelism reduces, expected layers of costgraph.nn or of transformers, or keep= with names"
             )
         interval = self.interval
         if self.inside is not None:
@@ -101,10 +103,10 @@ class Checkpoint:
         stacks: dict[str, set[int]] = {}
         for stack, number in filter(None, map(layers.period, graph.ops)):
             stacks.setdefault(stack, set()).add(number)
-        looped = {base_name(op.name) for op in graph.ops if op.loop is not None}
+        loop_names = {base_name(op.name) for op in graph.ops if op.loop is not None}
         for stack, numbers in stacks.items():
             k = self.interval.constant
-            if stack not in looped and (not isinstance(k, int) or len(numbers) % k):
+            if stack not in loop_names and (not isinstance(k, int) or len(numbers) % k):
                 raise GraphError(f"every {self.interval} of the {len(numbers)} layers in {stack!r}: expected a divisor")
 
     def _need_runs(self, graph: Graph) -> None:
@@ -113,7 +115,7 @@ class Checkpoint:
             return
         if self.names:
             raise GraphError(
-                f"selective: {', '.join(map(repr, self.names))} of graph {graph.name!r} is inside of a kernel, "
+                f"selective: {', '.join(map(repr, self.names))} of graph {graph.name!r} is inside a kernel, "
                 f"expected a scope or op around it"
             )
         raise GraphError(
@@ -130,39 +132,39 @@ class Checkpoint:
         if not ops:
             return ()
         if not self.blocks:
-            return _neighbours(ops, lambda op: any(_is_part(name, op.name) for name in self.names))
+            return _adjacent_runs(ops, lambda op: any(_has_levels(name, op.name) for name in self.names))
         graph = ops[0].graph
-        layers, looped = Layers(graph), graph.owner is not None and graph.owner.loop is not None
-        whole = self.interval is not None or self.start
-        if looped and (whole or not any(map(layers.layer, graph.walk()))):
+        layers, in_loop = Layers(graph), graph.owner is not None and graph.owner.loop is not None
+        as_one_run = self.interval is not None or self.start
+        if in_loop and (as_one_run or not any(map(layers.layer, graph.walk()))):
             return [list(ops)]
-        if not whole:
-            return _neighbours(ops, layers.layer)
-        return [] if self.start else _neighbours(ops, self._group_of(layers))
+        if not as_one_run:
+            return _adjacent_runs(ops, layers.layer)
+        return [] if self.start else _adjacent_runs(ops, self._group_of(layers))
 
     def stops_early_in(self, op: Op) -> bool:
         """Whether a loop is a run's last op, so that recomputation may stop within its last iteration."""
         if not self.early_stop:
             return False
-        ends = (next((o for o in reversed(run) if not _is_free(o)), None) for run in self.runs(op.graph.ops))
-        return any(end is op for end in ends)
+        last_ops = (next((o for o in reversed(run) if not _is_free(o)), None) for run in self.runs(op.graph.ops))
+        return any(last is op for last in last_ops)
 
     def _group_of(self, layers: Layers) -> Callable[[Op], object]:
         """Return a key function: the group of k layers for each op outside a loop."""
         k = 1 if self.interval is None else self.interval.constant
 
         def group(op: Op) -> object:
-            found = layers.period(op)
-            return None if found is None or not isinstance(k, int) else (found[0], found[1] // k)
+            period = layers.period(op)
+            return None if period is None or not isinstance(k, int) else (period[0], period[1] // k)
 
         return group
 
     def keeps(self, op: Op) -> bool:
         """Whether an op's result is saved although the ops around it are recomputed."""
-        return any(_ends(name, op.name) for name in self.keep) or (not self.communication and _sums(op))
+        return any(_has_suffix(name, op.name) for name in self.keep) or (not self.communication and _is_reduced(op))
 
 
-def _neighbours(ops: Sequence[Op], key: Callable[[Op], object]) -> Sequence[Sequence[Op]]:
+def _adjacent_runs(ops: Sequence[Op], key: Callable[[Op], object]) -> Sequence[Sequence[Op]]:
     """Return the runs of adjacent ops with the same key; ops without a key are in none.
 
     Views between two ops in a run belong to it: a split there would save the view's operand.
@@ -170,16 +172,16 @@ def _neighbours(ops: Sequence[Op], key: Callable[[Op], object]) -> Sequence[Sequ
     runs: list[list[Op]] = []
     last, views = None, list[Op]()
     for op in ops:
-        own = key(op)
-        if not own:
+        group_key = key(op)
+        if not group_key:
             views = [*views, op] if last and _is_free(op) else []
             last = last if views else None
             continue
-        if own == last:
+        if group_key == last:
             runs[-1] += [*views, op]
         else:
             runs.append([op])
-        last, views = own, []
+        last, views = group_key, []
     return runs
 
 
@@ -188,7 +190,7 @@ def _is_free(op: Op) -> bool:
     return is_view_op(op) or isinstance(op.kind, Cache)
 
 
-def _sums(op: Op) -> bool:
+def _is_reduced(op: Op) -> bool:
     """Whether tensor parallelism all-reduces an op's result, judged by the name of its layer."""
     layer = "/".join(_levels(op.name)[:-1])
     return isinstance(op.kind, Einsum) and any(fnmatchcase(f"/{layer}", f"*/{name}") for name in SUMMED)
@@ -198,16 +200,16 @@ def _levels(name: str) -> list[str]:
     return [level.partition(".")[0] for level in name.split("/")]  # a copied op has a suffix after a dot
 
 
-def _is_part(name: str, full: str) -> bool:
+def _has_levels(name: str, full: str) -> bool:
     """Whether `name` is a run of consecutive levels of `full`."""
-    wanted, levels = name.split("/"), _levels(full)
-    return any(levels[i : i + len(wanted)] == wanted for i in range(len(levels) - len(wanted) + 1))
+    part, levels = name.split("/"), _levels(full)
+    return any(levels[i : i + len(part)] == part for i in range(len(levels) - len(part) + 1))
 
 
-def _ends(name: str, full: str) -> bool:
+def _has_suffix(name: str, full: str) -> bool:
     """Whether `name` is the trailing levels of `full`."""
-    wanted = name.split("/")
-    return _levels(full)[-len(wanted) :] == wanted
+    suffix = name.split("/")
+    return _levels(full)[-len(suffix) :] == suffix
 
 
 def every_block(
@@ -367,13 +369,13 @@ class _Nester(Rewriter):
             self.tensors[f] = self.formal(f, outer)
         operands = [self.tensors[f] for f in loop.body.formals]
         inner = self.body(loop.body, outer, "")
-        made = self.add(op, replace(loop.kind, body=inner, count=k), operands, outer, f"{op.name}.group")
-        outer.outputs += made.results
-        around = replace(loop.kind, body=outer, count=groups)
-        self.add(op, around, [self.tensors[t] for t in op.operands], new)
+        loop_op = self.add(op, replace(loop.kind, body=inner, count=k), operands, outer, f"{op.name}.group")
+        outer.outputs += loop_op.results
+        outer_kind = replace(loop.kind, body=outer, count=groups)
+        self.add(op, outer_kind, [self.tensors[t] for t in op.operands], new)
 
 
-def policy_of(given: Checkpoint | bool | None, place: str) -> Checkpoint:
+def policy_of(checkpoint: Checkpoint | bool | None, place: str) -> Checkpoint:
     """Return a checkpointing policy: True recomputes every block, None and False recompute nothing.
 
     Raises
@@ -381,34 +383,35 @@ def policy_of(given: Checkpoint | bool | None, place: str) -> Checkpoint:
     GraphError
         If the argument is neither a policy nor a bool.
     """
-    if isinstance(given, Checkpoint):
-        return given
-    if given is None or isinstance(given, bool):
-        return every_block() if given else Checkpoint()
-    raise GraphError(f"{place}: checkpoint {shown(given)}, expected True or a policy such as costgraph.every_block()")
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    if checkpoint is None or isinstance(checkpoint, bool):
+        return every_block() if checkpoint else Checkpoint()
+    raise GraphError(
+        f"{place}: checkpoint {shown(checkpoint)}, expected True or a policy such as costgraph.every_block()"
+    )
 
 
-def read_checkpoint(given: str) -> Checkpoint | None:
+def read_checkpoint(text: str) -> Checkpoint | None:
     """Parse a checkpointing policy from the command line.
 
     One of none, every-block, every:K, from-start, or comma-separated names after `selective:` (recomputed) or `keep:`
     (saved in each block). Raises FormatError for other texts.
-
 
     Examples
     --------
     >>> read_checkpoint("selective:attention,mlp").names
     ('attention', 'mlp')
     """
-    word, colon, rest = given.partition(":")
-    if word == "every" and colon:
-        return every(read_size(rest, "--checkpoint every"))
-    if word == "selective" and colon:
-        return selective(*rest.split(","))
-    if word == "keep" and colon:
-        return every_block(keep=rest.split(","))
-    named = {"none": None, "every-block": every_block(), "from-start": from_start()}
-    if given in named:
-        return named[given]
-    expected = f"{', '.join(named)}, every:K, selective:NAME,NAME or keep:NAME,NAME"
-    raise FormatError(f"--checkpoint {shorten(given)}: expected {expected}")
+    name, colon, argument = text.partition(":")
+    if name == "every" and colon:
+        return every(read_size(argument, "--checkpoint every"))
+    if name == "selective" and colon:
+        return selective(*argument.split(","))
+    if name == "keep" and colon:
+        return every_block(keep=argument.split(","))
+    policies = {"none": None, "every-block": every_block(), "from-start": from_start()}
+    if text in policies:
+        return policies[text]
+    expected = f"{', '.join(policies)}, every:K, selective:NAME,NAME or keep:NAME,NAME"
+    raise FormatError(f"--checkpoint {shorten(text)}: expected {expected}")

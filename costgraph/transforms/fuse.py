@@ -27,14 +27,14 @@ from .rewrite import Rewriter, map_stages
 
 __all__ = [
     "Space",
-    "casts_alone",
-    "in_order",
+    "workspace_is_casts",
+    "same_element_order",
     "is_view",
-    "joined",
-    "leading",
+    "fused_space",
+    "constant_along_rows",
     "space_of",
     "base_of",
-    "grouped",
+    "fusion_groups",
     "fuse",
 ]
 
@@ -42,7 +42,7 @@ __all__ = [
 # -- iteration spaces --------------------------------------------------------------------------------------------------
 
 #: Operands of a concat that is fused: torch 2.13, torch/_inductor/config.py, max_complex_pointwise_cat_inputs.
-_MOST_JOINED = 8
+_MAX_CONCAT_OPERANDS = 8
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Space:
 def space_of(op: Op) -> Space | None:
     """Return the iteration space for a matmul or an op that compilers turn into loops; None for other ops."""
     kind = op.kind
-    if _is_spot(op):
+    if _is_constant_scatter(op):
         return Space(op.results[0].numel)
-    if (op.workspace and not casts_alone(op)) or (kind.overwrites() and not isinstance(kind, Pointwise)):
+    if (op.workspace and not workspace_is_casts(op)) or (kind.overwrites() and not isinstance(kind, Pointwise)):
         return None
     if isinstance(kind, Reduce):
         return _space_of_reduction(op.operands[0], op.results[0].numel, kind.pattern)
@@ -73,24 +73,24 @@ def space_of(op: Op) -> Space | None:
         return _space_of_kernel(op)
     if isinstance(kind, Einsum):
         return Space(op.results[0].numel, product=kind.summed)
-    joins = isinstance(kind, Concat) and not kind.stacked and len(op.operands) <= _MOST_JOINED
-    loops = joins or isinstance(kind, Pointwise | Dropout | Gather | Pool | Rearrange)
-    return Space(op.results[0].numel) if loops else None
+    is_concat = isinstance(kind, Concat) and not kind.stacked and len(op.operands) <= _MAX_CONCAT_OPERANDS
+    is_loop = is_concat or isinstance(kind, Pointwise | Dropout | Gather | Pool | Rearrange)
+    return Space(op.results[0].numel) if is_loop else None
 
 
-def casts_alone(op: Op) -> bool:
+def workspace_is_casts(op: Op) -> bool:
     """Whether an op's workspace only holds casts of operands, which a compiled kernel keeps in registers."""
     if not op.workspace or op.body is None or len(op.body.ops) != 1:
         return False
     if not isinstance(op.body.ops[0].kind, Pointwise | Reduce):
         return False
     operands = [t for t in op.operands if t.ndim]
-    wanted = {op.results[0].dtype, reduce(promote, (t.dtype for t in op.operands))}
-    casts = [total(t.numel * dtype.bytes for t in operands if t.dtype != dtype) for dtype in wanted]
+    dtypes = {op.results[0].dtype, reduce(promote, (t.dtype for t in op.operands))}
+    casts = [total(t.numel * dtype.bytes for t in operands if t.dtype != dtype) for dtype in dtypes]
     return op.workspace in casts
 
 
-def _is_spot(op: Op) -> bool:
+def _is_constant_scatter(op: Op) -> bool:
     """Whether an op writes one element per row of a constant, which inductor compiles to an index comparison.
 
     torch 2.13: `scatter_upon_const_tensor` (torch/_inductor/fx_passes/joint_graph.py:1094).
@@ -98,36 +98,36 @@ def _is_spot(op: Op) -> bool:
     if not isinstance(op.kind, Scatter) or op.workspace:
         return False
     target, ids, *_ = op.operands
-    filled = target.producer is not None and isinstance(target.producer.kind, Fill)
-    return filled and 0 < op.kind.batch == target.ndim - 1 and ids.sizes[op.kind.batch :] == (ONE,)
+    is_filled = target.producer is not None and isinstance(target.producer.kind, Fill)
+    return is_filled and 0 < op.kind.batch == target.ndim - 1 and ids.sizes[op.kind.batch :] == (ONE,)
 
 
 def _space_of_reduction(x: Tensor, rows: Poly, pattern: Pattern) -> Space:
     """Return a reduction's space; rows of trailing axes stay in one thread block, unless there is only one row."""
     names = pattern.operand_names(0)
-    kept = [names.index(n) for n in pattern.result_names]
-    if kept == list(range(len(kept))) and rows != ONE:
+    kept_axes = [names.index(n) for n in pattern.result_names]
+    if kept_axes == list(range(len(kept_axes))) and rows != ONE:
         return Space(x.numel, rows)
     strides = contiguous(x.sizes)
-    return Space(x.numel, rows, across=tuple(strides[i] for i in kept))
+    return Space(x.numel, rows, across=tuple(strides[i] for i in kept_axes))
 
 
 def _space_of_kernel(op: Op) -> Space | None:
     """Return the space for a kernel of elementwise ops and reductions with equal rows; None for others."""
     assert op.body is not None
-    found: Space | None = None
+    combined: Space | None = None
     for inner in op.body.ops:
         space = Space(ONE) if is_view(inner) or isinstance(inner.kind, Fill) else space_of(inner)
         if space is None or space.across is not None:
             return None
         if space.rows is not None or space.product:
-            if found is not None and (found != space or space.product):
+            if combined is not None and (combined != space or space.product):
                 return None
-            found = space
-    of_results = {t.numel for t in op.results}
-    if found is None:
-        return Space(op.results[0].numel) if len(of_results) == 1 else None
-    return found if of_results <= {found.points, found.rows} else None
+            combined = space
+    result_sizes = {t.numel for t in op.results}
+    if combined is None:
+        return Space(op.results[0].numel) if len(result_sizes) == 1 else None
+    return combined if result_sizes <= {combined.points, combined.rows} else None
 
 
 def is_view(op: Op) -> bool:
@@ -135,7 +135,7 @@ def is_view(op: Op) -> bool:
     return isinstance(op.kind, Rearrange | Slice | Expand) and op.results[0].storage is op.operands[0].storage
 
 
-def joined(graph: Graph, a: Space, b: Space) -> Space | None:
+def fused_space(graph: Graph, a: Space, b: Space) -> Space | None:
     """Return the space of one kernel that covers both, None if they cannot be fused.
 
     These are the rules of torch 2.13's inductor, `SIMDScheduling.can_fuse` (torch/_inductor/codegen/simd.py:1998).
@@ -144,26 +144,28 @@ def joined(graph: Graph, a: Space, b: Space) -> Space | None:
     torch/_inductor/ir.py); only the second one has its rows. A matmul takes ops over its results, as a template does.
     """
     if a.product or b.product:
-        one, other = (a, b) if a.product else (b, a)
-        fits = not other.product and other.rows is None and graph.same(a.points, b.points)
-        return one if fits else None
+        main, loop = (a, b) if a.product else (b, a)
+        fits = not loop.product and loop.rows is None and graph.same(a.points, b.points)
+        return main if fits else None
     if a.rows is not None and b.rows is not None:
         fits = a.across == b.across and graph.same(a.points, b.points) and graph.same(a.rows, b.rows)
         return a if fits else None
-    one, other = (b, a) if a.rows is None else (a, b)
-    fits = one.across is None and graph.same(other.points, one.points)
-    return one if fits or (one.rows is not None and graph.same(other.points, one.rows)) else None
+    main, loop = (b, a) if a.rows is None else (a, b)
+    fits = main.across is None and graph.same(loop.points, main.points)
+    return main if fits or (main.rows is not None and graph.same(loop.points, main.rows)) else None
 
 
-def in_order(seen: Tensor, made: Tensor) -> bool:
+def same_element_order(view: Tensor, tensor: Tensor) -> bool:
     """Whether a view has all elements of a tensor, in the same order."""
-    return seen is made or (seen.graph.same(seen.numel, made.numel) and seen.is_contiguous and made.is_contiguous)
+    return view is tensor or (view.graph.same(view.numel, tensor.numel) and view.is_contiguous and tensor.is_contiguous)
 
 
-def leading(seen: Tensor, shape: Sizes, rows: Poly) -> bool:
+def constant_along_rows(operand: Tensor, shape: Sizes, rows: Poly) -> bool:
     """Whether an operand of ops over a shape has one value per row: constant along all trailing axes."""
-    graph, missing = seen.graph, len(shape) - seen.ndim
-    strides = (ZERO,) * missing + tuple(s if n != ONE else ZERO for n, s in zip(seen.sizes, seen.strides, strict=True))
+    graph, missing = operand.graph, len(shape) - operand.ndim
+    strides = (ZERO,) * missing + tuple(
+        s if n != ONE else ZERO for n, s in zip(operand.sizes, operand.strides, strict=True)
+    )
     last = max((i for i, s in enumerate(strides) if s), default=-1)
     outer = shape[: last + 1]
     dense = all(graph.same(s, numel(outer[i + 1 :])) for i, s in enumerate(strides[: last + 1]) if shape[i] != ONE)
@@ -175,7 +177,7 @@ def leading(seen: Tensor, shape: Sizes, rows: Poly) -> bool:
 
 #: Most operands for a loop that is recomputed at its use, for several readers and for one: torch 2.13,
 #: torch/_inductor/config.py:861 and 870, realize_reads_threshold and realize_acc_reads_threshold.
-_MOST_READ, _MOST_READ_ONCE = 4, 8
+_MAX_READS, _MAX_READS_ONCE = 4, 8
 
 
 @dataclass(eq=False)
@@ -187,7 +189,7 @@ class _Group:
     """None for ops that are not loop nests and stay separate"""
 
 
-def grouped(graph: Graph, *, epilogues: bool) -> list[tuple[list[Op], list[Tensor]]]:
+def fusion_groups(graph: Graph, *, epilogues: bool) -> list[tuple[list[Op], list[Tensor]]]:
     """Return a graph's fusion groups in execution order, each with the tensors that it returns.
 
     Views are in no group.
@@ -199,10 +201,10 @@ def grouped(graph: Graph, *, epilogues: bool) -> list[tuple[list[Op], list[Tenso
     epilogues : bool
         Whether matmuls take elementwise ops on their results.
     """
-    found = _Groups(graph, epilogues=epilogues)
-    while found.step():
+    groups = _Groups(graph, epilogues=epilogues)
+    while groups.step():
         pass
-    return [(group.ops, found.exported(group.ops, group.ops)) for group in found.order]
+    return [(group.ops, groups.exported(group.ops, group.ops)) for group in groups.order]
 
 
 def base_of(t: Tensor) -> Tensor:
@@ -216,42 +218,42 @@ class _Groups:
     def __init__(self, graph: Graph, *, epilogues: bool) -> None:
         self.graph = graph
         self.ops = [op for op in graph.ops if not is_view(op)]
-        self.before = dict(_before(self.ops))
-        self.place = {op: i for i, op in enumerate(self.ops)}
+        self.predecessors = dict(_with_predecessors(self.ops))
+        self.index = {op: i for i, op in enumerate(self.ops)}
         self.readers: dict[Tensor, dict[Op, None]] = {}
         """Ops that read a tensor or a view of it."""
         for op in self.ops:
-            for t in _read(op):
+            for t in _read_operands(op):
                 self.readers.setdefault(base_of(t), {})[op] = None
-        self.kept = {base_of(t) for t in (*graph.outputs, *graph.gradients, *graph.gradients.values())}
-        self.made: dict[Storage, list[Tensor]] = {}
+        self.returned = {base_of(t) for t in (*graph.outputs, *graph.gradients, *graph.gradients.values())}
+        self.tensors_in: dict[Storage, list[Tensor]] = {}
         """Tensors in a storage: the one that allocated it, and results of in-place ops."""
         for op in self.ops:
             for t in op.results:
-                self.made.setdefault(t.storage, []).append(t)
-        self.of: dict[Op, _Group] = {}
+                self.tensors_in.setdefault(t.storage, []).append(t)
+        self.group_of: dict[Op, _Group] = {}
         self.order: list[_Group] = []
-        live = self.live()
+        live_ops = self.live_ops()
         for op in self.ops:
-            space = space_of(op) if op in live else None
-            self.of[op] = _Group([op], None if space is not None and space.product and not epilogues else space)
-            self.order.append(self.of[op])
+            space = space_of(op) if op in live_ops else None
+            self.group_of[op] = _Group([op], None if space is not None and space.product and not epilogues else space)
+            self.order.append(self.group_of[op])
 
-    def live(self) -> set[Op]:
+    def live_ops(self) -> set[Op]:
         """Return the live ops; a compiler removes dead loops."""
-        found: set[Op] = set()
+        live: set[Op] = set()
         for op in reversed(self.ops):
-            read = (t in self.kept or not found.isdisjoint(self.readers.get(t, ())) for t in op.results)
-            if op.kind.overwrites() or space_of(op) is None or any(read):
-                found.add(op)
-        return found
+            is_read = (t in self.returned or not live.isdisjoint(self.readers.get(t, ())) for t in op.results)
+            if op.kind.overwrites() or space_of(op) is None or any(is_read):
+                live.add(op)
+        return live
 
     def step(self) -> bool:
         """Merge producers with consumers, else ops that read the same tensor; return whether anything changed."""
-        found = [self.joins(a, b) for a, b in self.edges()]
-        if not any(found):
-            found = [self.joins(a, b) for a, b in self.beside()]
-        return any(found)
+        merged = [self.merge(a, b) for a, b in self.edges()]
+        if not any(merged):
+            merged = [self.merge(a, b) for a, b in self.co_readers()]
+        return any(merged)
 
     def edges(self) -> Iterator[tuple[Op, Op]]:
         """Yield pairs of producer and consumer."""
@@ -260,111 +262,117 @@ class _Groups:
                 if producer is not None:
                     yield producer, op
 
-    def beside(self) -> Iterator[tuple[Op, Op]]:
+    def co_readers(self) -> Iterator[tuple[Op, Op]]:
         """Yield pairs of ops that read all of one tensor."""
         for t, readers in self.readers.items():
             if t.sizes:
-                whole = [op for op in readers if any(base_of(v) is t and in_order(v, t) for v in op.operands)]
-                yield from pairwise(whole)
+                full_readers = [
+                    op for op in readers if any(base_of(v) is t and same_element_order(v, t) for v in op.operands)
+                ]
+                yield from pairwise(full_readers)
 
-    def joins(self, first: Op, second: Op) -> bool:
+    def merge(self, first: Op, second: Op) -> bool:
         """Merge two ops' groups, if that is legal and profitable."""
-        a, b = self.of[first], self.of[second]
+        a, b = self.group_of[first], self.group_of[second]
         if a is b or a.space is None or b.space is None or a.ops[0].phase != b.ops[0].phase:
             return False
         if self.order.index(a) > self.order.index(b):
-            return self.joins(second, first)
+            return self.merge(second, first)
         space = self.space(a, a.space, b, b.space)
         if space is None:
             return False
-        made = _Group(sorted([*a.ops, *b.ops], key=self.place.__getitem__), space)
-        return self.is_sound(made) and self.reorder(a, b, made)
+        merged = _Group(sorted([*a.ops, *b.ops], key=self.index.__getitem__), space)
+        return self.is_sound(merged) and self.reorder(a, b, merged)
 
-    def space(self, a: _Group, over: Space, b: _Group, then: Space) -> Space | None:
+    def space(self, a: _Group, first_space: Space, b: _Group, second_space: Space) -> Space | None:
         """Return the space of a kernel for two groups, where the second may read results of the first."""
-        both = joined(self.graph, over, then)
+        combined = fused_space(self.graph, first_space, second_space)
         edges = [(base_of(t), t, op) for op in b.ops for t in op.operands if base_of(t).producer in a.ops]
         if not all(t.domain in (None, op.results[0].domain) for _, t, op in edges):
             return None
-        if both is not None and all(self.fits(both, *edge) for edge in edges):
-            return both
-        plain = over.rows is None and not over.product and not then.product
-        once = self.graph.same(over.points, then.points)
-        return then if plain and edges and self.is_inlined(a, b, _MOST_READ_ONCE if once else _MOST_READ) else None
+        if combined is not None and all(self.fits(combined, *edge) for edge in edges):
+            return combined
+        is_pointwise = first_space.rows is None and not first_space.product and not second_space.product
+        same_points = self.graph.same(first_space.points, second_space.points)
+        return (
+            second_space
+            if is_pointwise and edges and self.is_inlined(a, b, _MAX_READS_ONCE if same_points else _MAX_READS)
+            else None
+        )
 
-    def fits(self, space: Space, made: Tensor, seen: Tensor, reader: Op) -> bool:
+    def fits(self, space: Space, tensor: Tensor, view: Tensor, reader: Op) -> bool:
         """Whether a thread block computes the values it reads: at the same points, or in its own rows."""
         same, kind = self.graph.same, reader.kind
         if not isinstance(kind, Pointwise | Dropout | Reduce | Kernel):
             return False
-        points = reader.results[0].numel if isinstance(kind, Pointwise) else seen.numel
-        if same(made.numel, points):
+        points = reader.results[0].numel if isinstance(kind, Pointwise) else view.numel
+        if same(tensor.numel, points):
             # results of a split reduction are not complete yet, and rows follow the order in memory
-            late = space.across is not None and not same(made.numel, space.rows or space.points)
-            return in_order(seen, made) and not late and (space.rows is None or made.is_contiguous)
-        shape = reader.results[0].sizes if isinstance(kind, Pointwise) else seen.sizes
-        by_rows = space.rows is not None and space.across is None and same(made.numel, space.rows)
-        return by_rows and same(points, space.points) and leading(seen, shape, made.numel)
+            incomplete = space.across is not None and not same(tensor.numel, space.rows or space.points)
+            return same_element_order(view, tensor) and not incomplete and (space.rows is None or tensor.is_contiguous)
+        shape = reader.results[0].sizes if isinstance(kind, Pointwise) else view.sizes
+        by_rows = space.rows is not None and space.across is None and same(tensor.numel, space.rows)
+        return by_rows and same(points, space.points) and constant_along_rows(view, shape, tensor.numel)
 
-    def is_inlined(self, a: _Group, b: _Group, most: int) -> bool:
+    def is_inlined(self, a: _Group, b: _Group, max_reads: int) -> bool:
         """Whether loops can be inlined into their only reader: in any order, if they read few operands."""
-        read = {base_of(t) for op in a.ops for t in op.operands if base_of(t).producer not in a.ops}
-        return len(read) <= most and not self.exported([*a.ops, *b.ops], a.ops)
+        inputs = {base_of(t) for op in a.ops for t in op.operands if base_of(t).producer not in a.ops}
+        return len(inputs) <= max_reads and not self.exported([*a.ops, *b.ops], a.ops)
 
-    def exported(self, members: Sequence[Op], makers: Sequence[Op]) -> list[Tensor]:
-        """Return the results of `makers` that are read outside `members`."""
-        inside = set(members)
-        made = [t for op in makers for t in op.results]
-        return [t for t in made if t in self.kept or not inside.issuperset(self.readers.get(t, ()))]
+    def exported(self, members: Sequence[Op], producers: Sequence[Op]) -> list[Tensor]:
+        """Return the results of `producers` that are read outside `members`."""
+        member_set = set(members)
+        results = [t for op in producers for t in op.results]
+        return [t for t in results if t in self.returned or not member_set.issuperset(self.readers.get(t, ()))]
 
     def is_sound(self, group: _Group) -> bool:
         """Whether a group has results, and none of them aliases memory that others can see."""
-        out = self.exported(group.ops, group.ops)
-        if not out:
+        exported = self.exported(group.ops, group.ops)
+        if not exported:
             return False
         for op in group.ops:
             if op.kind.overwrites():
-                first, *others = self.made[op.results[0].storage]
-                inside = first.producer in group.ops
+                first, *others = self.tensors_in[op.results[0].storage]
+                allocates = first.producer in group.ops
                 # writes into memory of the caller, or of a loop carry, are visible outside
-                if first.is_view or sum(t in out for t in (first, *others)) > int(inside):
+                if first.is_view or sum(t in exported for t in (first, *others)) > int(allocates):
                     return False
         return True
 
-    def reorder(self, a: _Group, b: _Group, made: _Group) -> bool:
+    def reorder(self, a: _Group, b: _Group, merged: _Group) -> bool:
         """Replace two groups by one and move dependents of the first behind it, unless the second needs these."""
         first, last = self.order.index(a), self.order.index(b)
         later: list[_Group] = []
-        needing = {a}
-        between: list[_Group] = []
+        dependents = {a}
+        independent: list[_Group] = []
         for group in self.order[first + 1 : last]:
-            if needing.isdisjoint(self.needed(group)):
-                between.append(group)
+            if dependents.isdisjoint(self.required(group)):
+                independent.append(group)
             else:
-                needing.add(group)
+                dependents.add(group)
                 later.append(group)
-        if not self.needed(b).isdisjoint(later):
+        if not self.required(b).isdisjoint(later):
             return False
-        self.order[first : last + 1] = [*between, made, *later]
-        self.of |= dict.fromkeys(made.ops, made)
+        self.order[first : last + 1] = [*independent, merged, *later]
+        self.group_of |= dict.fromkeys(merged.ops, merged)
         return True
 
-    def needed(self, group: _Group) -> set[_Group]:
+    def required(self, group: _Group) -> set[_Group]:
         """Return the groups that must run before one."""
-        return {self.of[op] for member in group.ops for op in self.before[member]} - {group}
+        return {self.group_of[op] for member in group.ops for op in self.predecessors[member]} - {group}
 
 
-def _read(op: Op) -> tuple[Tensor, ...]:
+def _read_operands(op: Op) -> tuple[Tensor, ...]:
     """Return the operands that an op reads: a `KeepAlive` extends live ranges and reads nothing."""
     if not isinstance(op.kind, KeepAlive):
         return op.operands
-    (made,) = op.results
-    used = op.operands[:1] if op.graph.out_degree(made) or made in op.graph.outputs else ()
+    (result,) = op.results
+    used = op.operands[:1] if op.graph.out_degree(result) or result in op.graph.outputs else ()
     return (*used, *(t for t in op.operands if t not in used and _is_copied_out(t)))
 
 
 def _is_copied_out(t: Tensor) -> bool:
-    """Whether a tensor is copied out of a collective's buffer, as hooks of FSDP do outside of compiled code."""
+    """Whether a tensor is copied out of a collective's buffer, as FSDP hooks do outside compiled code."""
     op = t.producer
     if op is None or not op.operands:
         return False
@@ -374,22 +382,22 @@ def _is_copied_out(t: Tensor) -> bool:
     return buffer.producer is not None and isinstance(buffer.producer.kind, Collective)
 
 
-def _before(ops: Sequence[Op]) -> Iterator[tuple[Op, set[Op]]]:
+def _with_predecessors(ops: Sequence[Op]) -> Iterator[tuple[Op, set[Op]]]:
     """Yield each op with those it must follow: its producers, and earlier users of memory that it writes."""
     written: dict[Storage, Op] = {}
     read: dict[Storage, list[Op]] = {}
     for op in ops:
-        needed = {maker for t in op.operands if (maker := base_of(t).producer) is not None}
-        over = {op.operands[i].storage for i in op.kind.overwrites()}
+        predecessors = {producer for t in op.operands if (producer := base_of(t).producer) is not None}
+        overwritten = {op.operands[i].storage for i in op.kind.overwrites()}
         for storage in dict.fromkeys(t.storage for t in op.operands):
             if storage in written:
-                needed.add(written[storage])
-            if storage in over:
-                needed.update(read.pop(storage, ()))
+                predecessors.add(written[storage])
+            if storage in overwritten:
+                predecessors.update(read.pop(storage, ()))
                 written[storage] = op
             else:
                 read.setdefault(storage, []).append(op)
-        yield op, needed - {op}
+        yield op, predecessors - {op}
 
 
 # -- fuse --------------------------------------------------------------------------------------------------------------
@@ -450,7 +458,9 @@ def fuse(graph: Graph, /, scope: str | None = None, *, epilogues: bool = False) 
         return map_stages(graph, lambda stage: fuse(stage, scope, epilogues=epilogues))
     if scope is not None:
         if epilogues:
-            raise GraphError(f"fuse scope {scope!r}: epilogues=True, expected one of them: a scope has all inside")
+            raise GraphError(
+                f"fuse scope {scope!r}: epilogues=True, expected only one of the two: a scope already fuses all its ops"
+            )
         return _ScopeFuser(_by_scope(graph, scope), scope).run(graph)
     return _Fuser(epilogues=epilogues).run(graph)
 
@@ -464,33 +474,33 @@ def _bodies(graph: Graph) -> list[Graph]:
     return out
 
 
-class _Joiner(Rewriter):
+class _KernelBuilder(Rewriter):
     """Rewriter that adds fused kernels."""
 
     lies = True
     dense = True
     """Whether kernel results are made contiguous, whatever their layout was."""
 
-    def kernel(self, group: Sequence[Op], new: Graph, name: str, scope: str, read: Sequence[Tensor]) -> None:
+    def kernel(self, group: Sequence[Op], new: Graph, name: str, scope: str, results: Sequence[Tensor]) -> None:
         """Add a kernel that returns the tensors read outside."""
         body = new.start_body(name.rpartition("/")[2], fused=True)
         with building(body):
             for op in group:
-                self.member(op, group, body)
-        body.outputs += [self.tensors[t] for t in read]
-        strides = () if self.dense else tuple(None if t.is_contiguous else t.strides for t in read)
-        space = total(op.workspace for op in group if not casts_alone(op))
-        kind = Kernel(body=body, workspace=space, strides=strides if any(strides) else ())
-        made = new.add_op(kind, body.captured, name, group[0].phase)
-        made.scope, body.owner = scope, made
-        self.tensors |= zip(read, made.results, strict=True)
+                self.add_member(op, group, body)
+        body.outputs += [self.tensors[t] for t in results]
+        strides = () if self.dense else tuple(None if t.is_contiguous else t.strides for t in results)
+        workspace = total(op.workspace for op in group if not workspace_is_casts(op))
+        kind = Kernel(body=body, workspace=workspace, strides=strides if any(strides) else ())
+        kernel_op = new.add_op(kind, body.captured, name, group[0].phase)
+        kernel_op.scope, body.owner = scope, kernel_op
+        self.tensors |= zip(results, kernel_op.results, strict=True)
 
-    def member(self, op: Op, group: Sequence[Op], body: Graph) -> None:
+    def add_member(self, op: Op, group: Sequence[Op], body: Graph) -> None:
         """Add an op to the kernel."""
         self.copy(op, body)
 
 
-class _ScopeFuser(_Joiner):
+class _ScopeFuser(_KernelBuilder):
     def __init__(self, groups: Sequence[Sequence[Op]], scope: str) -> None:
         super().__init__()
         self.scope = scope
@@ -505,7 +515,7 @@ class _ScopeFuser(_Joiner):
             self.kernel(group, new, self.scope.replace("/", "_"), self.scope, _read_outside(group))
 
 
-class _Fuser(_Joiner):
+class _Fuser(_KernelBuilder):
     dense = False
 
     def __init__(self, *, epilogues: bool) -> None:
@@ -513,7 +523,7 @@ class _Fuser(_Joiner):
         self.epilogues = epilogues
         self.unread: dict[Op | None, list[Tensor]] = {}
         """Unread views, by the producer of their base: their sizes still count as dimensions."""
-        self.inside: set[Tensor] = set()
+        self.intermediates: set[Tensor] = set()
         """Intermediate results of kernels, which never reach memory."""
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
@@ -525,42 +535,42 @@ class _Fuser(_Joiner):
         unread = _unread(old)
         for t in unread:
             self.unread.setdefault(base_of(t).producer, []).append(t)
-        for group, read in grouped(old, epilogues=self.epilogues):
-            outside = [t for op in group for t in op.operands if base_of(t).producer not in group]
-            written = [t for t in outside if base_of(t) not in self.inside]
-            for t in written:
-                self.look(t, new)
+        for group, results in fusion_groups(old, epilogues=self.epilogues):
+            operands = [t for op in group for t in op.operands if base_of(t).producer not in group]
+            in_memory = [t for t in operands if base_of(t) not in self.intermediates]
+            for t in in_memory:
+                self.copy_view(t, new)
             if len(group) == 1:
-                if written == outside:
+                if in_memory == operands:
                     self.emit(group[0], new, suffix)
-                elif written:  # a `KeepAlive` of the tensors that are in memory
-                    self.add(group[0], group[0].kind, [self.tensors[t] for t in written], new)
+                elif in_memory:  # a `KeepAlive` of the tensors that are in memory
+                    self.add(group[0], group[0].kind, [self.tensors[t] for t in in_memory], new)
                 continue
-            self.inside |= {t for op in group for t in op.results} - {*read}
+            self.intermediates |= {t for op in group for t in op.results} - {*results}
             scope = group[-1].scope
-            self.kernel(group, new, f"{scope}/fused" if scope else "fused", scope, read)
+            self.kernel(group, new, f"{scope}/fused" if scope else "fused", scope, results)
             for t in (t for op in group for t in op.operands if base_of(t) is not t):
                 if base_of(t).producer in group:
                     self.tensors.pop(t, None)  # each kernel has its own views
         for t in (*old.outputs, *old.gradients, *old.gradients.values(), *unread):
-            self.look(t, new)
+            self.copy_view(t, new)
         return None
 
-    def look(self, t: Tensor, to: Graph) -> None:
+    def copy_view(self, t: Tensor, target: Graph) -> None:
         """Copy a view where it is needed."""
         if t not in self.tensors and t.producer is not None and is_view(t.producer):
-            self.look(t.producer.operands[0], to)
-            self.copy(t.producer, to)
+            self.copy_view(t.producer.operands[0], target)
+            self.copy(t.producer, target)
 
-    def member(self, op: Op, group: Sequence[Op], body: Graph) -> None:
+    def add_member(self, op: Op, group: Sequence[Op], body: Graph) -> None:
         for t in op.operands:
-            self.look(t, body)
+            self.copy_view(t, body)
         if isinstance(op.kind, Pointwise) and op.kind.inplace:
             self.add(op, replace(op.kind, inplace=False), [self.tensors[t] for t in op.operands], body)
         else:
             self.copy(op, body)
         for t in self.unread.get(op, ()):
-            self.look(t, body)
+            self.copy_view(t, body)
 
 
 def _unread(graph: Graph) -> list[Tensor]:
@@ -580,13 +590,13 @@ def _by_scope(graph: Graph, scope: str) -> list[list[Op]]:
             continue
         if any(op.loop is not None for op in group):
             raise GraphError(
-                f"fuse scope {scope!r}: {group[0].name!r} holds a Repeat, expected ops that one kernel can run"
+                f"fuse scope {scope!r}: {group[0].name!r} contains a Repeat, expected ops that one kernel can run"
             )
-        between = _in_between(body.ops, group)
-        if between is not None:
+        interleaved = _interleaved_op(body.ops, group)
+        if interleaved is not None:
             raise GraphError(
-                f"fuse scope {scope!r}: {between.name!r} outside needs what is made inside before it ends, expected "
-                f"ops that can run without a break"
+                f"fuse scope {scope!r}: {interleaved.name!r} outside the scope must run between its ops, expected "
+                f"ops that can run consecutively"
             )
         groups.append(group)
     if not groups:
@@ -594,17 +604,17 @@ def _by_scope(graph: Graph, scope: str) -> list[list[Op]]:
     return groups
 
 
-def _in_between(order: Sequence[Op], group: Sequence[Op]) -> Op | None:
+def _interleaved_op(order: Sequence[Op], group: Sequence[Op]) -> Op | None:
     """Return an outside op that would run within the group and reads its results or overwrites its operands."""
     members = set(group)
-    made = {t for op in group for t in op.results}
-    read = {t.storage for op in group for t in op.operands}
+    results = {t for op in group for t in op.results}
+    operand_storages = {t.storage for op in group for t in op.operands}
     for op in order[order.index(group[0]) : order.index(group[-1])]:
         if op in members:
             continue
-        if made.intersection(op.operands):
+        if results.intersection(op.operands):
             return op
-        if op.kind.overwrites() and any(op.operands[i].storage in read for i in op.kind.overwrites()):
+        if op.kind.overwrites() and any(op.operands[i].storage in operand_storages for i in op.kind.overwrites()):
             return op
     return None
 
@@ -612,5 +622,5 @@ def _in_between(order: Sequence[Op], group: Sequence[Op]) -> Op | None:
 def _read_outside(group: Sequence[Op]) -> list[Tensor]:
     """Return the tensors of a group that must reach memory."""
     members, graph = set(group), group[0].graph
-    made = [t for op in group for t in op.results]
-    return [t for t in made if t in graph.outputs or not members.issuperset(graph.successors(t))]
+    results = [t for op in group for t in op.results]
+    return [t for t in results if t in graph.outputs or not members.issuperset(graph.successors(t))]

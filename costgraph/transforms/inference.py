@@ -58,27 +58,27 @@ def needed_ops(graph: Graph, *, static: bool = False) -> set[Op]:
     A needed loop needs all its carries and slices, but only the captured tensors that its needed ops read. With
     `static`, tensors cached once (by a `cache` without an axis) exist already, so that their operands are not needed.
     """
-    found: set[Op] = set()
-    _walk(graph, found, static=static)
-    return found
+    needed: set[Op] = set()
+    _walk(graph, needed, static=static)
+    return needed
 
 
-def _walk(graph: Graph, found: set[Op], *, static: bool) -> set[Tensor]:
+def _walk(graph: Graph, needed: set[Op], *, static: bool) -> set[Tensor]:
     """Add the ops that the outputs of a graph or body depend on, and return the tensors they read."""
-    wanted = set(graph.outputs)
+    read_tensors = set(graph.outputs)
     for op in reversed(graph.ops):
-        if not any(t in wanted for t in op.results):
+        if not any(t in read_tensors for t in op.results):
             continue
-        found.add(op)
+        needed.add(op)
         if static and _is_static(op):
             continue
         if op.body is None:
-            wanted.update(op.operands)
+            read_tensors.update(op.operands)
             continue
-        inside = _walk(op.body, found, static=static)
-        inside |= _always_read(op)
-        wanted.update(t for f, t in zip(op.body.formals, op.operands, strict=True) if f in inside)
-    return wanted
+        body_reads = _walk(op.body, needed, static=static)
+        body_reads |= _always_read(op)
+        read_tensors.update(t for f, t in zip(op.body.formals, op.operands, strict=True) if f in body_reads)
+    return read_tensors
 
 
 def _is_static(op: Op) -> bool:
@@ -94,16 +94,20 @@ def _always_read(op: Op) -> set[Tensor]:
 def needed_formals(op: Op, needed: set[Op]) -> list[bool]:
     """Return, for each formal of a body, whether its needed ops read it; carries and slices always count."""
     assert op.body is not None
-    read = {t for o in op.body.ops if o in needed for t in _read(o, needed)} | set(op.body.outputs) | _always_read(op)
+    read = (
+        {t for o in op.body.ops if o in needed for t in _needed_operands(o, needed)}
+        | set(op.body.outputs)
+        | _always_read(op)
+    )
     return [f in read for f in op.body.formals]
 
 
-def _read(op: Op, needed: set[Op]) -> list[Tensor]:
+def _needed_operands(op: Op, needed: set[Op]) -> list[Tensor]:
     if _is_static(op):
         return []
     if op.body is None:
         return list(op.operands)
-    return [t for t, wanted in zip(op.operands, needed_formals(op, needed), strict=True) if wanted]
+    return [t for t, is_needed in zip(op.operands, needed_formals(op, needed), strict=True) if is_needed]
 
 
 def head_of(place: str, graph: Graph, positions: str) -> Op:
@@ -113,20 +117,20 @@ def head_of(place: str, graph: Graph, positions: str) -> Op:
     """
     op = graph.outputs[0].producer if len(graph.outputs) == 1 else None
     while op is not None:
-        along = [t for t in op.operands if any(positions in n.names() for n in t.sizes)]
+        per_position = [t for t in op.operands if any(positions in n.names() for n in t.sizes)]
         contracts = isinstance(op.kind, Einsum) or (
             isinstance(op.kind, Kernel) and op.body is not None and any(isinstance(o.kind, Einsum) for o in op.body.ops)
         )
-        if len(along) != 1:
+        if len(per_position) != 1:
             break
         if contracts:
             return op
         if not isinstance(op.kind, Pointwise | Rearrange | KeepAlive | Kernel):
             break
-        op = along[0].producer
+        op = per_position[0].producer
     raise UnsupportedError(
-        f"{place}: graph {graph.name!r} has no head that makes its output, expected logits='all' or one output that a "
-        f"linear layer makes"
+        f"{place}: graph {graph.name!r} has no head that computes its output, expected logits='all' or a single "
+        f"output computed by a linear layer"
     )
 
 
@@ -142,7 +146,7 @@ class SequenceLengths:
 
     symbol: str
     """the sequence length of the declared graph"""
-    own: Poly
+    new_positions: Poly
     """positions computed by a step"""
     others: tuple[Poly, ...] = ()
     """other lengths in a step: positions in caches, or a single one"""
@@ -150,31 +154,31 @@ class SequenceLengths:
     @property
     def earlier(self) -> Poly:
         """Positions before the computed ones."""
-        return poly(symbol(self.symbol)) - self.own
+        return poly(symbol(self.symbol)) - self.new_positions
 
     def with_other(self, length: Poly) -> SequenceLengths:
         """Return a copy with one more length."""
-        known = length in (self.own, *self.others)
-        return self if known else SequenceLengths(self.symbol, self.own, (*self.others, length))
+        present = length in (self.new_positions, *self.others)
+        return self if present else SequenceLengths(self.symbol, self.new_positions, (*self.others, length))
 
     def of(self, old: Poly, new: Poly, place: str) -> Poly | None:
         """Return the length that turns size `old` into `new`, None if `old` does not depend on positions."""
         if self.symbol not in old.names():
             return None
-        for length in (self.own, *self.others):
+        for length in (self.new_positions, *self.others):
             if old.bind({self.symbol: length}) == new:
                 return length
         raise UnsupportedError(
-            f"{place}: an axis of size {old} has become {new}, expected one that follows from the positions"
+            f"{place}: an axis of size {old} has become {new}, expected a size that follows from the positions"
         )
 
     def bound(self, value: Any, length: Poly | None = None) -> Any:
         """Bind the sequence length in a value, by default to a step's positions."""
-        return bound(value, {self.symbol: self.own if length is None else length})
+        return bound(value, {self.symbol: self.new_positions if length is None else length})
 
     def record(self, kind: K, length: Poly | None = None) -> K:
         """Bind the sequence length in all fields of a record, by default to a step's positions."""
-        return bound_record(kind, {self.symbol: self.own if length is None else length})
+        return bound_record(kind, {self.symbol: self.new_positions if length is None else length})
 
 
 def resized(op: Op, operands: Sequence[Any], lengths: SequenceLengths) -> OpKind:
@@ -201,22 +205,22 @@ def _bound(op: Op, kind: K, operands: Sequence[Any], lengths: SequenceLengths) -
     """Bind all stated formulas to the one length that the operands share."""
     if all(lengths.symbol not in p.names() for p in _polys(kind.stated())):
         return kind
-    found = {n for axes in _axes(op, operands, lengths) for n in axes if n is not None}
-    if found - {lengths.own}:
+    operand_lengths = {n for axes in _axes(op, operands, lengths) for n in axes if n is not None}
+    if operand_lengths - {lengths.new_positions}:
         raise UnsupportedError(
-            f"op {op.name!r} states its sizes or costs in {lengths.symbol}, and reads what is cached: expected an op "
-            f"that tells new positions from all that are seen"
+            f"op {op.name!r} states its sizes or costs in {lengths.symbol} and reads cached tensors, expected an op "
+            f"that distinguishes new positions from cached ones"
         )
     return lengths.record(kind)
 
 
 def _contraction(op: Op, kind: Einsum, operands: Sequence[Any], lengths: SequenceLengths) -> Einsum:
     """Take axis sizes from the operands; the output of a sliding window follows the axis it slides over."""
-    if kind.causal and operands[0].sizes[-1] != lengths.own:
+    if kind.causal and operands[0].sizes[-1] != lengths.new_positions:
         return _after_history(kind, lengths)
     by_name, slid = _by_name(op, kind.pattern, operands, lengths)
-    if kind.orders is not None and any(n not in (None, lengths.own) for n in by_name.values()):
-        raise UnsupportedError(f"op {op.name!r} has no contraction order of its own, expected order= where it is made")
+    if kind.orders is not None and any(n not in (None, lengths.new_positions) for n in by_name.values()):
+        raise UnsupportedError(f"op {op.name!r} has no contraction order, expected order= where it is declared")
     extents = {n: lengths.bound(size, by_name.get(n)) for n, size in kind.extents.items()}
     return replace(lengths.record(kind), extents=extents, rooms=lengths.bound(kind.rooms, slid))
 
@@ -245,12 +249,12 @@ def _by_name(
 def _after_history(kind: Einsum, lengths: SequenceLengths) -> Einsum:
     """Return a causal convolution over cached and new inputs: no padding, one output per new position."""
     pattern = kind.pattern
-    *kept, last = pattern.operands[0]
+    *leading, last = pattern.operands[0]
     assert isinstance(last, Affine)
     slides = Affine(last.terms, 0)
     out = {n for n, _ in last.terms if n in pattern.result_names}
-    extents = {n: lengths.own if n in out else lengths.bound(size) for n, size in kind.extents.items()}
-    pattern = Pattern(((*kept, slides), *pattern.operands[1:]), pattern.result)
+    extents = {n: lengths.new_positions if n in out else lengths.bound(size) for n, size in kind.extents.items()}
+    pattern = Pattern(((*leading, slides), *pattern.operands[1:]), pattern.result)
     return replace(lengths.record(kind), pattern=pattern, extents=extents, causal=False, rooms=())
 
 
@@ -272,10 +276,10 @@ def _reshaped(
     op: Op, kind: Rearrange, x: Tensor, axes: Sequence[Poly | None], lengths: SequenceLengths
 ) -> tuple[Poly, ...]:
     """Return the reshaped sizes if all axes have the same length."""
-    found = {n for n in axes if n is not None} or {lengths.own}
-    for length in found:
+    operand_lengths = {n for n in axes if n is not None} or {lengths.new_positions}
+    for length in operand_lengths:
         merged = tuple(n.bind({lengths.symbol: length}) for n in kind.merged)
-        if len(found) == 1 and numel(merged) == x.numel:
+        if len(operand_lengths) == 1 and numel(merged) == x.numel:
             return merged
     raise UnsupportedError(f"op {op.name!r} reshapes {x!r}, expected a rearrange that names its axes")
 
@@ -283,12 +287,12 @@ def _reshaped(
 def _cut(op: Op, kind: Slice, operands: Sequence[Any], lengths: SequenceLengths) -> Slice:
     """Bind the fields with the length of the sliced axis."""
     length = _axes(op, operands, lengths)[0][kind.axis]
-    made = lengths.record(kind, length)
+    bound_kind = lengths.record(kind, length)
     if length is not None or lengths.symbol not in kind.size.names():
-        return made
+        return bound_kind
     # a table of positions: the rows of new positions follow the earlier ones
-    room = None if made.room is None else made.room - lengths.earlier
-    return replace(made, start=made.start + lengths.earlier, room=room)
+    room = None if bound_kind.room is None else bound_kind.room - lengths.earlier
+    return replace(bound_kind, start=bound_kind.start + lengths.earlier, room=room)
 
 
 def _padded(op: Op, kind: Pad, operands: Sequence[Any], lengths: SequenceLengths) -> Pad:
@@ -300,8 +304,8 @@ def _expanded(op: Op, kind: Expand, operands: Sequence[Any], lengths: SequenceLe
     """Keep the sizes of the operand's axes; expanded axes follow a step's positions."""
     (x,), (old,) = operands, op.operands
     sizes = tuple(
-        x.sizes[at] if at is not None and size == old.sizes[at] else lengths.bound(size)
-        for size, at in zip(kind.sizes, kind.kept, strict=True)
+        x.sizes[axis] if axis is not None and size == old.sizes[axis] else lengths.bound(size)
+        for size, axis in zip(kind.sizes, kind.kept, strict=True)
     )
     return replace(kind, sizes=sizes)
 
@@ -309,11 +313,11 @@ def _expanded(op: Op, kind: Expand, operands: Sequence[Any], lengths: SequenceLe
 def _positions(op: Op, kind: Arange, operands: Sequence[Any], lengths: SequenceLengths) -> Arange:
     if kind.context:
         return kind
-    made = _bound(op, kind, operands, lengths)
-    return made if kind.back else replace(made, start=kind.start + lengths.earlier)
+    bound_kind = _bound(op, kind, operands, lengths)
+    return bound_kind if kind.back else replace(bound_kind, start=kind.start + lengths.earlier)
 
 
-def _as_it_is(op: Op, kind: OpKind, operands: Sequence[Any], lengths: SequenceLengths) -> OpKind:
+def _unchanged(op: Op, kind: OpKind, operands: Sequence[Any], lengths: SequenceLengths) -> OpKind:
     """Return the record unchanged: all sizes come from the operands."""
     return kind
 
@@ -321,8 +325,8 @@ def _as_it_is(op: Op, kind: OpKind, operands: Sequence[Any], lengths: SequenceLe
 def _looped(op: Op, kind: Repeat, operands: Sequence[Any], lengths: SequenceLengths) -> Repeat:
     """Set the iteration count to the number of slices."""
     slices = kind.parts(op).slices
-    read = (t for f, t in zip(kind.body.formals, operands, strict=True) if f in slices)
-    return replace(kind, count=next(read).sizes[0] if slices else lengths.bound(kind.count))
+    sliced = (t for f, t in zip(kind.body.formals, operands, strict=True) if f in slices)
+    return replace(kind, count=next(sliced).sizes[0] if slices else lengths.bound(kind.count))
 
 
 #: Returns an op's record for resized operands.
@@ -338,13 +342,13 @@ _RULES: dict[type[OpKind], _Rule] = {
     Expand: _expanded,
     Arange: _positions,
     Repeat: _looped,
-    Reduce: _as_it_is,
-    Concat: _as_it_is,
-    KeepAlive: _as_it_is,
-    Assign: _as_it_is,
-    Dropout: _as_it_is,
-    Gather: _as_it_is,
-    Scatter: _as_it_is,
+    Reduce: _unchanged,
+    Concat: _unchanged,
+    KeepAlive: _unchanged,
+    Assign: _unchanged,
+    Dropout: _unchanged,
+    Gather: _unchanged,
+    Scatter: _unchanged,
 }
 
 
@@ -352,7 +356,7 @@ _RULES: dict[type[OpKind], _Rule] = {
 # A trace with marked caches is a step already; only its number of new positions is bound.
 
 
-class _Step(Rewriter):
+class _TraceStep(Rewriter):
     """Copies a traced step, binding its new positions."""
 
     def changed(self, old: Graph) -> dict[str, Any]:
@@ -362,64 +366,66 @@ class _Step(Rewriter):
                 relation.check(self.values)
         except BindingError as error:
             raise UnsupportedError(
-                f"decode: {error}: graph {old.name!r} goes another way for so many new positions, expected a trace of "
-                f"so many"
+                f"decode: {error}: graph {old.name!r} takes another branch for this number of new positions, "
+                f"expected a trace with that number"
             ) from None
-        left = Relations(relation.at(self.values) for relation in old.relations.relations)
-        return super().changed(old) | {"relations": left}
+        remaining = Relations(relation.at(self.values) for relation in old.relations.relations)
+        return super().changed(old) | {"relations": remaining}
 
 
 def step_of(graph: Graph, caches: Sequence[Tensor], tokens: object, logits: str) -> Graph:
     """Return the decode step of a trace with marked caches, for the given number of new positions.
 
     Raises GraphError if the graph is a step without symbolic sizes, and UnsupportedError if new and earlier positions
-    cannot be told apart.
+    cannot be distinguished.
     """
     inputs = [t for t in graph.tensors if t.role == "input" and t.producer is None]
-    read, held = _names(inputs), _names(caches)
-    new, before = sorted(read - held), sorted(held - read)
+    input_names, cache_names = _size_names(inputs), _size_names(caches)
+    new_sizes, cached_sizes = sorted(input_names - cache_names), sorted(cache_names - input_names)
     if graph.name.endswith((".decode", ".prefill")):
         raise GraphError(f"decode: graph {graph.name!r} is a step already, expected a forward pass")
-    if len(new) > 1 or len(before) > 1:
+    if len(new_sizes) > 1 or len(cached_sizes) > 1:
         raise UnsupportedError(
-            f"decode: inputs of graph {graph.name!r} have open sizes {shown(new)} that no cache has, and its caches "
-            f"{shown(before)} that no input has, expected one at most of each: new positions, and those before"
+            f"decode: inputs of graph {graph.name!r} have open sizes {shown(new_sizes)} that no cache has, and its "
+            f"caches {shown(cached_sizes)} that no input has, expected at most one of each: new and earlier positions"
         )
     if logits == "last":
-        raise UnsupportedError("decode: logits='last' of a trace, expected a program that hands out those alone")
-    if not new:
+        raise UnsupportedError("decode: logits='last' of a trace, expected a program that returns only the last logits")
+    if not new_sizes:
         if tokens != 1:
             raise UnsupportedError(
                 f"decode: tokens {shown(tokens)} of graph {graph.name!r}, whose new positions have no name, expected a "
                 f"trace that names their axis"
             )
         return Rewriter().run(graph, f"{graph.name}.decode")
-    (name,) = new
-    own = tokens_of("decode", graph, tokens, name)
-    if own == ONE:
+    (name,) = new_sizes
+    new_positions = tokens_of("decode", graph, tokens, name)
+    if new_positions == ONE:
         raise UnsupportedError(
-            f"decode: one new position of graph {graph.name!r}, whose named sizes are larger than 1, as those of all "
-            f"traces: expected a trace of one that gives the axis of {name} no name (None), or tokens= above 1"
+            f"decode: tokens=1 of graph {graph.name!r}, but the named sizes of a trace are larger than 1: expected a "
+            f"trace of one position that gives the axis of {name} no name (None), or tokens= above 1"
         )
-    made = _Step({name: own} | {n: poly(symbol(name)) - own for n in before}).run(graph, f"{graph.name}.decode")
-    if before:
-        with made:
-            made.assume(f"{name} > {own} + 1")
-    return made
+    step = _TraceStep({name: new_positions} | {n: poly(symbol(name)) - new_positions for n in cached_sizes}).run(
+        graph, f"{graph.name}.decode"
+    )
+    if cached_sizes:
+        with step:
+            step.assume(f"{name} > {new_positions} + 1")
+    return step
 
 
-def _names(tensors: Iterable[Tensor]) -> set[str]:
+def _size_names(tensors: Iterable[Tensor]) -> set[str]:
     return set().union(*(n.names() for t in tensors for n in t.sizes))
 
 
 def tokens_of(place: str, graph: Graph, tokens: object, name: str) -> Poly:
     """Return the number of new positions; a symbol must not clash with a dimension of the graph."""
-    given = positive(f"{place}: tokens", symbol(tokens) if isinstance(tokens, str) else tokens)
-    if given.constant is None and not isinstance(given.expr, sympy.Symbol):
-        raise ShapeError(f"{place}: tokens {given}, expected a whole number or one symbol")
-    if given.names() & known_names(graph) - {name}:
-        raise GraphError(f"{place}: tokens {given} is a dimension of graph {graph.name!r}, expected another name")
-    return given
+    count = positive(f"{place}: tokens", symbol(tokens) if isinstance(tokens, str) else tokens)
+    if count.constant is None and not isinstance(count.expr, sympy.Symbol):
+        raise ShapeError(f"{place}: tokens {count}, expected an integer or one symbol")
+    if count.names() & known_names(graph) - {name}:
+        raise GraphError(f"{place}: tokens {count} is a dimension of graph {graph.name!r}, expected another name")
+    return count
 
 
 # -- replay ------------------------------------------------------------------------------------------------------------
@@ -431,20 +437,20 @@ def positions_of(op: Op) -> Poly | None:
         case Cache(axis=int(axis)) | Pad(axis=axis, causal=True):
             return op.operands[0].sizes[axis]
     if op.loop is not None and op.loop.xs:
-        makers = [_outside(t).producer for t in op.loop.starts]
-        recurs = any(maker is not None and isinstance(maker.kind, InitialState) for maker in makers)
+        producers = [_outside_kernels(t).producer for t in op.loop.starts]
+        recurs = any(producer is not None and isinstance(producer.kind, InitialState) for producer in producers)
         return op.loop.count if recurs else None
-    found = _sliding(op)
-    return None if found is None else op.operands[found[0]].sizes[-1]
+    sliding = _sliding(op)
+    return None if sliding is None else op.operands[sliding[0]].sizes[-1]
 
 
 class Replayer(Rewriter):
     """Copies a forward pass op by op, each with the current sizes of its operands."""
 
-    def __init__(self, place: str, lengths: SequenceLengths, kept: set[Op], head: Op | None, *, writes: bool) -> None:
-        super().__init__({lengths.symbol: lengths.own})
+    def __init__(self, place: str, lengths: SequenceLengths, needed: set[Op], head: Op | None, *, writes: bool) -> None:
+        super().__init__({lengths.symbol: lengths.new_positions})
         self.place, self.lengths = place, lengths
-        self.kept = kept
+        self.needed = needed
         """Ops that the results depend on."""
         self.head = head
         """The op that reads only the last position, None for none."""
@@ -459,26 +465,26 @@ class Replayer(Rewriter):
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
         """Copy a source; drop inputs that only a cache replaces."""
-        used = any(op in self.kept for op in old.graph.successors(old)) or old in old.graph.outputs
+        used = any(op in self.needed for op in old.graph.successors(old)) or old in old.graph.outputs
         return super().source(old, new, suffix) if used or old.role != "input" else None
 
     def buffer(self, op: Op, new: Graph, like: Tensor, axis: int | None = None, window: Poly | None = None) -> Tensor:
         """Add a dense cache for an op, with room for the visible positions of one axis."""
         if new.fused:
-            raise UnsupportedError(f"{self.place}: {op.name!r} is inside a kernel, expected what is cached outside")
+            raise UnsupportedError(f"{self.place}: {op.name!r} is inside a kernel, expected caches outside kernels")
         sizes = like.sizes
         if axis is not None:
-            room = poly(symbol(self.lengths.symbol))
+            capacity = poly(symbol(self.lengths.symbol))
             if window is not None:
                 window = self.lengths.bound(window)
-                room = smaller(room, window if self.writes else window + self.lengths.own - 1)
-            sizes = (*sizes[:axis], room, *sizes[axis + 1 :])
-            self.lengths = self.lengths.with_other(room)
-        made = Tensor(new, new.unique(f"{op.name}.kept"), sizes, like.dtype, role="cache")
-        new.add_node(made)
-        return made
+                capacity = smaller(capacity, window if self.writes else window + self.lengths.new_positions - 1)
+            sizes = (*sizes[:axis], capacity, *sizes[axis + 1 :])
+            self.lengths = self.lengths.with_other(capacity)
+        cache = Tensor(new, new.unique(f"{op.name}.kept"), sizes, like.dtype, role="cache")
+        new.add_node(cache)
+        return cache
 
-    def cached(self, op: Op, kind: Cache, new: Graph) -> None:
+    def write_cache(self, op: Op, kind: Cache, new: Graph) -> None:
         """Write to a cache, and continue with the fresh tensor if it holds all positions, else with the cache."""
         (t,), axis = op.operands, kind.axis
         if axis is None and not self.writes:
@@ -486,95 +492,95 @@ class Replayer(Rewriter):
             self.tensors[op.results[0]] = self.buffer(op, new, Tensor(new, t.name, sizes, t.dtype, role="cache"))
             return
         x = self.tensors[t]
-        held = self.buffer(op, new, x, axis, kind.window)
+        cache = self.buffer(op, new, x, axis, kind.window)
         write = Assign() if axis is None else Append(axis=axis)
-        whole = self.made(op, new.add_op(write, [held, x], op.name, op.phase))
-        self.tensors[op.results[0]] = x if self.writes else whole
+        extended = self.in_scope_of(op, new.add_op(write, [cache, x], op.name, op.phase))
+        self.tensors[op.results[0]] = x if self.writes else extended
 
-    def begun(self, op: Op, kind: InitialState, new: Graph) -> None:
+    def start_recurrence(self, op: Op, kind: InitialState, new: Graph) -> None:
         """Start a recurrence: from zeros for a whole prompt, else from the state of the last step."""
         sizes = self.lengths.bound(kind.sizes)
-        held = self.buffer(op, new, Tensor(new, op.name, sizes, kind.dtype, role="cache"))
-        start = held
+        state = self.buffer(op, new, Tensor(new, op.name, sizes, kind.dtype, role="cache"))
+        start = state
         if self.writes:
-            start = self.made(op, new.add_op(replace(kind, sizes=sizes), [], op.name, op.phase))
+            start = self.in_scope_of(op, new.add_op(replace(kind, sizes=sizes), [], op.name, op.phase))
         self.tensors[op.results[0]] = start
-        self.states[op.results[0]] = held
+        self.states[op.results[0]] = state
 
-    def left(self, op: Op, loop: Loop, new: Graph) -> None:
+    def save_final_state(self, op: Op, loop: Loop, new: Graph) -> None:
         """Cache the final state of a recurrence."""
-        for start, end in zip(map(_outside, loop.starts), loop.lasts, strict=True):
+        for start, end in zip(map(_outside_kernels, loop.starts), loop.lasts, strict=True):
             if new.fused and start in self.states:
                 self.ends.append((self.states[start], self.tensors[end]))
             elif start in self.states and self.tensors[end] is not self.states[start]:
-                self.made(op, new.add_op(Assign(), [self.states[start], self.tensors[end]], op.name, op.phase))
+                self.in_scope_of(op, new.add_op(Assign(), [self.states[start], self.tensors[end]], op.name, op.phase))
 
-    def made(self, old: Op, op: Op) -> Tensor:
+    def in_scope_of(self, old: Op, op: Op) -> Tensor:
         """Give a new op the scope of the one it replaces, and return its result."""
         op.scope = old.scope
         result: Tensor = op.results[0]
         return result
 
-    def shifted(self, op: Op, kind: Pad, new: Graph) -> None:
+    def prepend_history(self, op: Op, kind: Pad, new: Graph) -> None:
         """Prepend cached positions to the new ones, in place of zero padding."""
         (t,), axis, history = op.operands, kind.axis, kind.start
         x = self.tensors[t]
-        held = self.buffer(op, new, _resized_axis(x, axis, history))
+        cache = self.buffer(op, new, _resized_axis(x, axis, history))
         if self.writes:
-            self.made(op, new.add_op(Append(axis=axis), [held, x], op.name, op.phase))
+            self.in_scope_of(op, new.add_op(Append(axis=axis), [cache, x], op.name, op.phase))
             self.copy(op, new)
             return
-        whole = self.made(op, new.add_op(Concat(axis=axis), [held, x], op.name, op.phase))
+        extended = self.in_scope_of(op, new.add_op(Concat(axis=axis), [cache, x], op.name, op.phase))
         cut = Slice(axis=axis, start=x.sizes[axis], size=history, step=1)
-        last = self.made(op, new.add_op(cut, [whole], f"{op.name}.last", op.phase))
-        self.made(op, new.add_op(Assign(), [held, last], f"{op.name}.keep", op.phase))
-        self.tensors[op.results[0]] = whole
+        last = self.in_scope_of(op, new.add_op(cut, [extended], f"{op.name}.last", op.phase))
+        self.in_scope_of(op, new.add_op(Assign(), [cache, last], f"{op.name}.keep", op.phase))
+        self.tensors[op.results[0]] = extended
 
-    def slid(self, op: Op, new: Graph) -> None:
+    def slide_over_history(self, op: Op, new: Graph) -> None:
         """Let a causal convolution read cached inputs before the new ones, in place of zero padding."""
-        found = _sliding(op)
-        assert found is not None
-        place, history = found
-        x = self.tensors[op.operands[place]]
+        sliding = _sliding(op)
+        assert sliding is not None
+        index, history = sliding
+        x = self.tensors[op.operands[index]]
         axis = x.ndim - 1
-        room = (ONE if self.writes else x.sizes[axis]) + history  # window of the next position
-        held = self.buffer(op, new, _resized_axis(x, axis, room))
-        whole = self.made(op, new.add_op(Append(axis=axis), [held, x], f"{op.name}.history"))
+        capacity = (ONE if self.writes else x.sizes[axis]) + history  # window of the next position
+        cache = self.buffer(op, new, _resized_axis(x, axis, capacity))
+        extended = self.in_scope_of(op, new.add_op(Append(axis=axis), [cache, x], f"{op.name}.history"))
         if not self.writes:
-            self.tensors[op.operands[place]] = whole
-            self.lengths = self.lengths.with_other(room)
+            self.tensors[op.operands[index]] = extended
+            self.lengths = self.lengths.with_other(capacity)
         self.copy(op, new)
-        self.tensors[op.operands[place]] = x
+        self.tensors[op.operands[index]] = x
 
-    def hold(self, op: Op, new: Graph) -> None:
+    def declare_params(self, op: Op, new: Graph) -> None:
         """Declare the parameters of a pruned loop: they still occupy memory."""
         if op.body is None:
             return
-        for body, times in _repeated(op):
+        for body, times in _bodies_with_counts(op):
             for t in body.tensors:
                 if t.role != "param" or t.producer is not None:
                     continue
                 sizes = tuple(n.bind(self.values) for n in (*times, *t.sizes))
-                made = Tensor(
+                param = Tensor(
                     new, new.unique(t.name), sizes, t.dtype, role="param", pieces=len(times), host=t.storage.host
                 )
-                made.requires_grad = t.requires_grad
-                new.add_node(made)
+                param.requires_grad = t.requires_grad
+                new.add_node(param)
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Copy or replace an op."""
-        if op not in self.kept:
-            self.hold(op, new)
+        if op not in self.needed:
+            self.declare_params(op, new)
         elif isinstance(op.kind, Cache):
-            self.cached(op, op.kind, new)
+            self.write_cache(op, op.kind, new)
         elif isinstance(op.kind, InitialState):
-            self.begun(op, op.kind, new)
+            self.start_recurrence(op, op.kind, new)
         elif isinstance(op.kind, Pad) and op.kind.causal:
-            self.shifted(op, op.kind, new)
+            self.prepend_history(op, op.kind, new)
         elif not new.fused and _sliding(op) is not None:
-            self.slid(op, new)
+            self.slide_over_history(op, new)
         elif isinstance(op.kind, Slice) and not self.writes and _is_causal(op.operands[0].producer):
             self.tensors[op.results[0]] = self.tensors[op.operands[0]]  # no padding to cut off
         else:
@@ -584,46 +590,48 @@ class Replayer(Rewriter):
         """Copy an op with its current operands."""
         operands: list[Tensor | None] = [self.tensors.get(t) for t in op.operands]
         if op.body is not None:
-            wanted = needed_formals(op, self.kept)
-            operands = [t if w else None for t, w in zip(operands, wanted, strict=True)]
+            needed = needed_formals(op, self.needed)
+            operands = [t if w else None for t, w in zip(operands, needed, strict=True)]
         if op is self.head:
             operands = [self._last(op, t, x, new) for t, x in zip(op.operands, operands, strict=True)]
         kind = resized(op, operands, self.lengths)
-        if isinstance(kind, Einsum) and kind.domain is not None and self.lengths.own == ONE:
+        if isinstance(kind, Einsum) and kind.domain is not None and self.lengths.new_positions == ONE:
             # a single query, at the last position, attends to the whole cache
             kind = replace(kind, domain=None if kind.domain[0].causal else kind.domain)
         if isinstance(kind, BodyKind):
-            kind = replace(kind, body=self.inner(op, operands, new))
-        given = [t for t in operands if t is not None]
+            kind = replace(kind, body=self.copy_body(op, operands, new))
+        present = [t for t in operands if t is not None]
         if self.ends and isinstance(kind, Kernel):
-            kind = replace(kind, changed=self.written(op, kind.body, given, new))
+            kind = replace(kind, changed=self.write_states(op, kind.body, present, new))
         try:
-            made = self.add(op, kind, given, new, op.name + suffix)  # a kernel may have gained results
+            new_op = self.add(op, kind, present, new, op.name + suffix)  # a kernel may have gained results
         except ShapeError as error:
             raise UnsupportedError(
-                f"{self.place}: {error}: what is seen of earlier positions has to be marked with costgraph.ops.cache, "
+                f"{self.place}: {error}: tensors of earlier positions must be marked with costgraph.ops.cache, "
                 f"and positions of keys with arange(context=True)"
             ) from None
         if op.loop is not None:
-            self.left(op, op.loop, new)
-        return made
+            self.save_final_state(op, op.loop, new)
+        return new_op
 
-    def written(self, op: Op, body: Graph, given: list[Tensor], new: Graph) -> tuple[int, ...]:
+    def write_states(self, op: Op, body: Graph, operands: list[Tensor], new: Graph) -> tuple[int, ...]:
         """Let a kernel write its recurrences' final states into their caches, adding these as operands."""
         if new.fused:
-            raise UnsupportedError(f"{self.place}: {op.name!r} is inside a kernel, expected a recurrence in one alone")
+            raise UnsupportedError(
+                f"{self.place}: {op.name!r} is inside another kernel, expected a recurrence in a single kernel"
+            )
         changed = []
-        for held, end in self.ends:
-            if held not in given:
-                body.formal(held, f"{held.name}.in", held.sizes, held.strides)
-                given.append(held)
-            changed.append(given.index(held))
+        for cache, end in self.ends:
+            if cache not in operands:
+                body.formal(cache, f"{cache.name}.in", cache.sizes, cache.strides)
+                operands.append(cache)
+            changed.append(operands.index(cache))
             target = body.formals[changed[-1]]
             body.outputs.append(body.add_op(Assign(), [target, end], f"{op.name}.keep").results[0])
         self.ends.clear()
         return tuple(changed)
 
-    def inner(self, op: Op, operands: Sequence[Tensor | None], new: Graph) -> Graph:
+    def copy_body(self, op: Op, operands: Sequence[Tensor | None], new: Graph) -> Graph:
         """Copy an op's body, with formals that match the current operands."""
         old, loop = op.body, op.loop
         assert old is not None
@@ -635,27 +643,27 @@ class Replayer(Rewriter):
             if f in slices:
                 if t.domain is not None:
                     raise UnsupportedError(
-                        f"{self.place}: {t!r} is read slice by slice, expected a tensor that is whole"
+                        f"{self.place}: {t!r} is read slice by slice, expected a tensor without a domain"
                     )
-                made = body.formal(t, f.name, t.sizes[1:], t.strides[1:])
+                formal = body.formal(t, f.name, t.sizes[1:], t.strides[1:])
             else:
-                made = body.formal(t, f.name, t.sizes, contiguous(t.sizes) if f in carries else t.strides)
-                made.offset = made.offset if f in carries else t.offset
-            self.tensors[f] = made
+                formal = body.formal(t, f.name, t.sizes, contiguous(t.sizes) if f in carries else t.strides)
+                formal.offset = formal.offset if f in carries else t.offset
+            self.tensors[f] = formal
         self.fill(old, body)
         body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
         return body
 
     def _last(self, op: Op, old: Tensor, x: Tensor | None, new: Graph) -> Tensor | None:
         """Return the last position of a head operand."""
-        at = [i for i, n in enumerate(old.sizes) if n == poly(symbol(self.lengths.symbol))]
-        if x is None or not at or x.sizes[at[0]] == ONE:
+        axes = [i for i, n in enumerate(old.sizes) if n == poly(symbol(self.lengths.symbol))]
+        if x is None or not axes or x.sizes[axes[0]] == ONE:
             return x
-        last = Slice(axis=at[0], start=x.sizes[at[0]] - 1, size=ONE, step=1)
-        return self.made(op, new.add_op(last, [x], f"{op.name}.last", op.phase))
+        last = Slice(axis=axes[0], start=x.sizes[axes[0]] - 1, size=ONE, step=1)
+        return self.in_scope_of(op, new.add_op(last, [x], f"{op.name}.last", op.phase))
 
 
-def _outside(t: Tensor) -> Tensor:
+def _outside_kernels(t: Tensor) -> Tensor:
     """Return the tensor outside all kernels that a formal stands for."""
     while t.role == "formal" and t.graph.fused and t.graph.owner is not None:
         t = t.graph.owner.operands[t.graph.formals.index(t)]
@@ -667,14 +675,14 @@ def _resized_axis(x: Tensor, axis: int, size: Poly) -> Tensor:
     return Tensor(x.graph, x.name, (*x.sizes[:axis], size, *x.sizes[axis + 1 :]), x.dtype, role="cache")
 
 
-def _repeated(op: Op, times: tuple[Poly, ...] = ()) -> Iterator[tuple[Graph, tuple[Poly, ...]]]:
+def _bodies_with_counts(op: Op, times: tuple[Poly, ...] = ()) -> Iterator[tuple[Graph, tuple[Poly, ...]]]:
     """Yield the bodies inside an op, each with the counts of the enclosing loops."""
     assert op.body is not None
-    inside = times if op.loop is None else (*times, op.loop.count)
-    yield op.body, inside
+    counts = times if op.loop is None else (*times, op.loop.count)
+    yield op.body, counts
     for inner in op.body.ops:
         if inner.body is not None:
-            yield from _repeated(inner, inside)
+            yield from _bodies_with_counts(inner, counts)
 
 
 def _is_causal(op: Op | None) -> bool:
@@ -732,7 +740,7 @@ def prefill(graph: Graph, chunk: object = None, *, logits: str = "all") -> Graph
     >>> cg.matmul_flops(g, B=1, S=512) - cg.matmul_flops(last, B=1, S=512)  # 2*D*V for each of the others
     133955584000
     """
-    return _replayed("prefill", graph, chunk, logits)
+    return _replay("prefill", graph, chunk, logits)
 
 
 def decode(graph: Graph, tokens: object = 1, *, logits: str = "all") -> Graph:
@@ -775,10 +783,10 @@ def decode(graph: Graph, tokens: object = 1, *, logits: str = "all") -> Graph:
     >>> cg.cache_bytes(step, B=1, S=1)
     327680
     """
-    return _replayed("decode", graph, tokens, logits)
+    return _replay("decode", graph, tokens, logits)
 
 
-def _replayed(place: str, graph: Graph, tokens: object, logits: str) -> Graph:
+def _replay(place: str, graph: Graph, tokens: object, logits: str) -> Graph:
     need_of_all(place, graph)
     caches = [t for t in graph.tensors if t.role == "cache" and t.producer is None]
     if caches and place == "decode":
@@ -786,51 +794,51 @@ def _replayed(place: str, graph: Graph, tokens: object, logits: str) -> Graph:
     need_declared(place, graph, "trace a step with what it keeps, named in cached=")
     need_choice(f"{place}: logits", logits, ("all", "last"))
     if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
-        raise GraphError(f"{place}: graph {graph.name!r} has a backward pass, expected a forward pass alone")
-    name = _inference_positions(place, graph)
+        raise GraphError(f"{place}: graph {graph.name!r} has a backward pass, expected only a forward pass")
+    name = _sequence_length_name(place, graph)
     context = poly(symbol(name))
-    own = context if tokens is None else tokens_of(place, graph, tokens, name)
-    writes = place == "prefill" and own == context
-    kept = needed_ops(graph, static=not writes)
+    new_positions = context if tokens is None else tokens_of(place, graph, tokens, name)
+    writes = place == "prefill" and new_positions == context
+    needed = needed_ops(graph, static=not writes)
     head = head_of(place, graph, name) if logits == "last" else None
 
-    def replayed(own: Poly) -> Graph:
-        return Replayer(place, SequenceLengths(name, own, (context, ONE)), kept, head, writes=writes).run(
+    def replayed(new_positions: Poly) -> Graph:
+        return Replayer(place, SequenceLengths(name, new_positions, (context, ONE)), needed, head, writes=writes).run(
             graph, f"{graph.name}.{place}"
         )
 
-    if own == ONE:
+    if new_positions == ONE:
         # sizes could agree by accident at one position: check the replay with a symbolic number first
-        replayed(poly(symbol(_unused(graph))))
-    new = replayed(own)
-    if own != context:
+        replayed(poly(symbol(_unused_name(graph))))
+    new = replayed(new_positions)
+    if new_positions != context:
         with new:
-            new.assume(f"{name} >= {own}")
+            new.assume(f"{name} >= {new_positions}")
     return new
 
 
-def _unused(graph: Graph) -> str:
+def _unused_name(graph: Graph) -> str:
     """Return a name that is not a dimension of the graph."""
     names = known_names(graph)
     return next(n for i in range(len(names) + 1) if (n := f"new{i}") not in names)
 
 
-def _inference_positions(place: str, graph: Graph) -> str:
+def _sequence_length_name(place: str, graph: Graph) -> str:
     """Return the name of the sequence length: the size that all caches and recurrences run over."""
-    found: dict[Poly, str] = {}
+    op_of_size: dict[Poly, str] = {}
     for g in graph.bodies():
         for op in g.ops:
             size = positions_of(op)
             if size is not None:
-                found.setdefault(size, op.name)
-    if not found:
+                op_of_size.setdefault(size, op.name)
+    if not op_of_size:
         raise GraphError(
-            f"{place}: nothing in graph {graph.name!r} is kept between steps, expected costgraph.ops.cache on keys and "
+            f"{place}: graph {graph.name!r} keeps no state between steps, expected costgraph.ops.cache on keys and "
             f"values, or a scan over positions from an initial_state"
         )
-    names = {str(n) for n in found}
-    size, where = next(iter(found.items()))
+    names = {str(n) for n in op_of_size}
+    size, op_name = next(iter(op_of_size.items()))
     if len(names) > 1 or not isinstance(size.expr, sympy.Symbol):
-        raise UnsupportedError(f"{place}: {where!r} runs over {' and '.join(sorted(names))}, expected one open size")
-    (found_name,) = size.names()
-    return found_name
+        raise UnsupportedError(f"{place}: {op_name!r} runs over {' and '.join(sorted(names))}, expected one open size")
+    (name,) = size.names()
+    return name

@@ -107,24 +107,24 @@ def lora(
     need_declared("lora", graph, "trace the module with its adapters", floats=True)
     size = positive("lora: rank", rank)
     graph = split_at_layers("lora", graph, on, trainable)
-    names, layers = Names(graph), _layers(graph)
+    names, layers = Names(graph), _linear_layers(graph)
     patterns = patterns_of("lora: trainable", trainable, names, graph.params) if trainable else []
-    kept = {t for t in graph.params if names.answers(t, patterns)}
-    found = patterns_of("lora: on", on, names, [*layers])
-    chosen = {op: (i, t) for t, ops in layers.items() if names.answers(t, found) for op, i in ops.items()}
-    return _Adapter(graph, chosen, kept, size, float(alpha), dropout).run(graph)
+    trained = {t for t in graph.params if names.matches(t, patterns)}
+    weight_patterns = patterns_of("lora: on", on, names, [*layers])
+    chosen = {op: (i, t) for t, ops in layers.items() if names.matches(t, weight_patterns) for op, i in ops.items()}
+    return _Adapter(graph, chosen, trained, size, float(alpha), dropout).run(graph)
 
 
-def _layers(graph: Graph) -> dict[Tensor, dict[Op, int]]:
+def _linear_layers(graph: Graph) -> dict[Tensor, dict[Op, int]]:
     """Return the weights read only by matmuls with activations, with these ops and the operand index of the weight."""
-    found = {}
+    layers = {}
     for t, uses in uses_of(graph).items():
         ops = {u.op: u.operand for u in uses if u.kind == "product" and isinstance(u.op.kind, Einsum)}
         if len(ops) == len(uses) and not is_in(t.name, "head"):
-            found[t] = ops
-    if not found:
-        raise GraphError(f"lora: graph {graph.name!r} has no linear layer, expected products of activations by weights")
-    return found
+            layers[t] = ops
+    if not layers:
+        raise GraphError(f"lora: graph {graph.name!r} has no linear layer, expected matmuls of activations by weights")
+    return layers
 
 
 class _Adapter(Rewriter):
@@ -134,15 +134,15 @@ class _Adapter(Rewriter):
         self,
         graph: Graph,
         chosen: dict[Op, tuple[int, Tensor]],
-        kept: set[Tensor],
+        trained: set[Tensor],
         rank: Poly,
         alpha: float,
         p: float,
     ) -> None:
         super().__init__()
         self.outer = Sources(graph).outer
-        self.chosen = {self.layer(op): (op, *found) for op, found in chosen.items()}
-        self.kept, self.rank, self.alpha, self.p = kept, rank, alpha, p
+        self.chosen = {self.layer(op): (op, *weight) for op, weight in chosen.items()}
+        self.trained, self.rank, self.alpha, self.p = trained, rank, alpha, p
 
     def layer(self, op: Op) -> Op:
         """Return the op that an adapter parallels: the matmul, or the kernel that contains it."""
@@ -151,61 +151,69 @@ class _Adapter(Rewriter):
             return op
         owner = graph.owner
         kinds = [inner.kind for inner in graph.walk() if inner is not op]
-        linear = all(isinstance(k, Pointwise) and k.function.name in _LINEAR for k in kinds)
-        if owner is None or not isinstance(owner.kind, Kernel) or not linear or len(owner.results) != 1:
+        is_affine = all(isinstance(k, Pointwise) and k.function.name in _LINEAR for k in kinds)
+        if owner is None or not isinstance(owner.kind, Kernel) or not is_affine or len(owner.results) != 1:
             raise UnsupportedError(
-                f"lora: {op.name!r} is in a kernel that does more than add to its product, expected a layer by itself"
+                f"lora: {op.name!r} is in a kernel that does more than add to its result, expected a separate layer"
             )
         return owner
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
-        made: Tensor = super().source(old, new, suffix)
-        if old.role == "param" and old not in self.kept:
-            made.requires_grad = False
-        return made
+        copied: Tensor = super().source(old, new, suffix)
+        if old.role == "param" and old not in self.trained:
+            copied.requires_grad = False
+        return copied
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         super().emit(op, new, suffix)
         if op in self.chosen:
-            product, place, weight = self.chosen[op]
+            matmul, weight_index, weight = self.chosen[op]
             with opened(levels=tuple(weight.name.split("/")[:-1])), building(new):
-                self.tensors[op.results[0]] = self.adapted(op, product, place)
+                self.tensors[op.results[0]] = self.add_adapter(op, matmul, weight_index)
 
-    def adapted(self, layer: Op, op: Op, place: int) -> Tensor:
+    def add_adapter(self, layer: Op, op: Op, weight_index: int) -> Tensor:
         """Return the sum of a layer's result and that of its adapter."""
-        old, y = op.operands[1 - place], self.tensors[layer.results[0]]
+        old, y = op.operands[1 - weight_index], self.tensors[layer.results[0]]
         while old.graph is not layer.graph:
             old = self.outer[old]
         x: Tensor = self.tensors[old]
-        down, up, sizes = _patterns(op, place, self.rank)
-        read = elementwise.dropout(x, self.p) if self.p else x
-        made = _multiplied(_multiplied(read, down, sizes, "lora_a"), up, sizes, "lora_b")
-        scaled = pointwise("mul", made, self.alpha, name="lora_scale")
+        down, up, sizes = _adapter_patterns(op, weight_index, self.rank)
+        dropped = elementwise.dropout(x, self.p) if self.p else x
+        product = _matmul_with_param(_matmul_with_param(dropped, down, sizes, "lora_a"), up, sizes, "lora_b")
+        scaled = pointwise("mul", product, self.alpha, name="lora_scale")
         return pointwise("add", y, cast(scaled, y.dtype), name="lora_add")
 
 
-def _patterns(op: Op, place: int, rank: Poly) -> tuple[Pattern, Pattern, dict[str, Poly]]:
+def _adapter_patterns(op: Op, weight_index: int, rank: Poly) -> tuple[Pattern, Pattern, dict[str, Poly]]:
     """Return the patterns of A and B with their axis sizes; both have axes that index separate weights (experts)."""
     assert isinstance(op.kind, Einsum)
     pattern = op.kind.pattern
-    weight, x = pattern.operands[place], pattern.operands[1 - place]
+    weight, x = pattern.operands[weight_index], pattern.operands[1 - weight_index]
     if any(isinstance(dim, Affine) for dim in (*weight, *x, *pattern.result)):
-        raise UnsupportedError(f"lora: {op.name!r} has windows, expected a linear layer")
-    read, made, own = (
-        set(names) for names in (pattern.operand_names(1 - place), pattern.result_names, pattern.operand_names(place))
+        raise UnsupportedError(f"lora: {op.name!r} is a convolution, expected a linear layer")
+    input_names, result_names, weight_names = (
+        set(names)
+        for names in (
+            pattern.operand_names(1 - weight_index),
+            pattern.result_names,
+            pattern.operand_names(weight_index),
+        )
     )
     name = next(n for n in (f"r{i}" for i in range(len(op.kind.extents) + 1)) if n not in op.kind.extents)
-    between = Axes((name,))
-    kept = tuple(dim for dim in x if set(dim.names) & made or not set(dim.names) & own)
-    first = tuple(dim for dim in weight if set(dim.names) <= read)
-    second = tuple(dim for dim in weight if set(dim.names) <= made)
-    shared = tuple(dim for dim in second if dim in first)
-    down = Pattern((x, (*first, between)), (*kept, between))
-    up = Pattern(((*kept, between), (*shared, between, *(dim for dim in second if dim not in shared))), pattern.result)
+    rank_axis = Axes((name,))
+    kept_dims = tuple(dim for dim in x if set(dim.names) & result_names or not set(dim.names) & weight_names)
+    input_dims = tuple(dim for dim in weight if set(dim.names) <= input_names)
+    output_dims = tuple(dim for dim in weight if set(dim.names) <= result_names)
+    shared = tuple(dim for dim in output_dims if dim in input_dims)
+    down = Pattern((x, (*input_dims, rank_axis)), (*kept_dims, rank_axis))
+    up = Pattern(
+        ((*kept_dims, rank_axis), (*shared, rank_axis, *(dim for dim in output_dims if dim not in shared))),
+        pattern.result,
+    )
     return down, up, {**op.kind.extents, name: rank}
 
 
-def _multiplied(x: Tensor, pattern: Pattern, sizes: Mapping[str, Poly], name: str) -> Tensor:
+def _matmul_with_param(x: Tensor, pattern: Pattern, sizes: Mapping[str, Poly], name: str) -> Tensor:
     """Multiply by a new parameter."""
     dims = pattern.operands[1]
     shape = [prod((sizes[n] for n in dim.names), start=ONE).expr for dim in dims]

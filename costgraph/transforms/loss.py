@@ -47,8 +47,8 @@ def _contrastive(logits: Tensor) -> Tensor:
     """
     if logits.ndim != 2 or not logits.graph.same(*logits.sizes):
         raise ShapeError(f"loss 'contrastive' of {logits!r}: expected as many rows as columns")
-    own = arange(logits.sizes[0], name="targets")
-    return (cross_entropy(logits, own) + cross_entropy(transpose(logits), own)) / 2
+    targets = arange(logits.sizes[0], name="targets")
+    return (cross_entropy(logits, targets) + cross_entropy(transpose(logits), targets)) / 2
 
 
 def _binary_cross_entropy(p: Tensor) -> Tensor:
@@ -56,13 +56,15 @@ def _binary_cross_entropy(p: Tensor) -> Tensor:
     return binary_cross_entropy(p, p.graph.input("targets", [n.expr for n in p.sizes], dtype=p.dtype))
 
 
-def _mean_squared_error(made: Tensor) -> Tensor:
+def _mean_squared_error(predictions: Tensor) -> Tensor:
     """Return the mean squared difference from targets, declared as an input."""
-    targets = made.graph.input("targets", [n.expr for n in made.sizes], dtype=made.dtype)
-    squares = fused("mse", lambda made, targets: pointwise("square", made - targets), made, targets)
+    targets = predictions.graph.input("targets", [n.expr for n in predictions.sizes], dtype=predictions.dtype)
+    squares = fused(
+        "mse", lambda predictions, targets: pointwise("square", predictions - targets), predictions, targets
+    )
     assert isinstance(squares, Tensor)
-    names = " ".join(f"a{i}" for i in range(made.ndim))
-    return reduce(squares, f"{names} -> ", "mean") if made.ndim else squares
+    names = " ".join(f"a{i}" for i in range(predictions.ndim))
+    return reduce(squares, f"{names} -> ", "mean") if predictions.ndim else squares
 
 
 #: Losses by the names that models use.
@@ -87,29 +89,29 @@ def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
     with new:
         new.loss = None
         if loss is not None or len(scalars) != 1 or len(graph.outputs) != 1:
-            new.outputs = [_closed(new, named)]
+            new.outputs = [_apply_loss(new, named)]
     return new
 
 
-def _closed(new: Graph, named: object) -> Tensor:
+def _apply_loss(new: Graph, loss: object) -> Tensor:
     """Add a loss, given by name or as a function, to the open graph."""
-    if named is None:
+    if loss is None:
         raise GraphError(
             f"training_step: graph {new.name!r} has {len(new.outputs)} outputs and names no loss, expected one "
             f"scalar output, or loss='cross_entropy' or a function of the outputs"
         )
-    function = LOSSES.get(named) if isinstance(named, str) else named
+    function = LOSSES.get(loss) if isinstance(loss, str) else loss
     if not callable(function):
-        raise GraphError(f"training_step: loss {shown(named)}, expected one of {', '.join(LOSSES)} or a function")
-    if isinstance(named, str) and len(new.outputs) != 1:
+        raise GraphError(f"training_step: loss {shown(loss)}, expected one of {', '.join(LOSSES)} or a function")
+    if isinstance(loss, str) and len(new.outputs) != 1:
         raise GraphError(
-            f"training_step: loss {named!r} of graph {new.name!r}, which has {len(new.outputs)} outputs, expected one, "
+            f"training_step: loss {loss!r} of graph {new.name!r}, which has {len(new.outputs)} outputs, expected one, "
             f"or a function of the outputs"
         )
-    made = function(*new.outputs)
-    if not isinstance(made, Tensor) or made.sizes:
-        raise GraphError(f"training_step: the loss is {made!r}, expected a scalar")
-    return made
+    value = function(*new.outputs)
+    if not isinstance(value, Tensor) or value.sizes:
+        raise GraphError(f"training_step: the loss is {value!r}, expected a scalar")
+    return value
 
 
 # -- chunked cross-entropy ---------------------------------------------------------------------------------------------
@@ -144,10 +146,6 @@ def chunked_cross_entropy(chunks: object, *, dtype: str | DType | None = None) -
         If `chunks` is not a size; when the loss is called, if there is no axis of positions.
     UnsupportedError
         When the loss is called, if the logits come from other ops, or have another reader.
-    ShapeError
-        If there is no such number of chunks; or, by the loss, if there is no axis of positions.
-    UnsupportedError
-        By the loss, if logits are made otherwise, or something else reads them.
 
     Examples
     --------
@@ -160,20 +158,20 @@ def chunked_cross_entropy(chunks: object, *, dtype: str | DType | None = None) -
     12.36 GB
     """
     count = positive("chunked_cross_entropy: chunks", chunks)
-    wanted = None if dtype is None else find_dtype(dtype)
+    logits_dtype = None if dtype is None else find_dtype(dtype)
 
     def loss(*outputs: Tensor) -> Tensor:
         need_tensor("chunked_cross_entropy", *outputs)
         if len(outputs) != 1:
-            raise UnsupportedError(f"chunked_cross_entropy of {len(outputs)} outputs, expected logits alone")
-        return _looped(outputs[0], count, wanted)
+            raise UnsupportedError(f"chunked_cross_entropy of {len(outputs)} outputs, expected only logits")
+        return _chunked_loss(outputs[0], count, logits_dtype)
 
     return loss
 
 
-def _looped(logits: Tensor, count: Poly, wanted: DType | None) -> Tensor:
+def _chunked_loss(logits: Tensor, count: Poly, logits_dtype: DType | None) -> Tensor:
     """Return the mean loss over positions from a loop over chunks; the ops that computed the logits are removed."""
-    chain, x = _made_by(logits)
+    chain, x = _logits_chain(logits)
     graph = logits.graph
     targets = graph.input("targets", [n.expr for n in logits.sizes[:-1]], dtype="int64")
     names = [f"a{i}" for i in range(logits.ndim - 2)]
@@ -186,21 +184,21 @@ def _looped(logits: Tensor, count: Poly, wanted: DType | None) -> Tensor:
 
     def body(total: Tensor, part: tuple[Tensor, ...]) -> tuple[Tensor, tuple[()]]:
         with module(current_graph(), "chunk"):
-            made = {x: part[0]}
+            chunk_tensors = {x: part[0]}
             for op in chain:
-                _again(op, made)
-            logits_of = made[logits]
-            own = logits_of if wanted is None else cast(logits_of, wanted)
-            return total + cross_entropy(own, part[1]), ()
+                _replay(op, chunk_tensors)
+            chunk_logits = chunk_tensors[logits]
+            cast_logits = chunk_logits if logits_dtype is None else cast(chunk_logits, logits_dtype)
+            return total + cross_entropy(cast_logits, part[1]), ()
 
-    kind = logits.dtype if wanted is None else wanted
-    total, _ = scan(count, body, fill((), dtype=kind, name="no_loss"), parts, name="chunks")
+    dtype = logits.dtype if logits_dtype is None else logits_dtype
+    total, _ = scan(count, body, fill((), dtype=dtype, name="no_loss"), parts, name="chunks")
     assert isinstance(total, Tensor)
     graph.remove_nodes_from([n for op in chain for n in (*op.results, op)])
     return pointwise("div", total, int(count.constant) if count.constant is not None else count, name="mean_of_chunks")
 
 
-def _made_by(logits: Tensor) -> tuple[list[Op], Tensor]:
+def _logits_chain(logits: Tensor) -> tuple[list[Op], Tensor]:
     """Return the ops that compute the logits, starting with the matmul, and the activations it reads."""
     chain: list[Op] = []
     t = logits
@@ -216,8 +214,8 @@ def _made_by(logits: Tensor) -> tuple[list[Op], Tensor]:
             or inputs[0].ndim != max(t.ndim, 2)
         ):
             raise UnsupportedError(
-                f"chunked_cross_entropy of {logits!r}: {t!r} is expected one product with a parameter and pointwise "
-                f"ops behind it, which nothing else reads"
+                f"chunked_cross_entropy of {logits!r}: {t!r} does not come from one matmul with a parameter, "
+                f"followed by pointwise ops without other readers"
             )
         chain.insert(0, op)
         (t,) = inputs
@@ -228,18 +226,18 @@ def _made_by(logits: Tensor) -> tuple[list[Op], Tensor]:
             logits = t  # rejected in the next iteration
 
 
-def _again(op: Op, made: dict[Tensor, Tensor]) -> None:
+def _replay(op: Op, new_tensors: dict[Tensor, Tensor]) -> None:
     """Add an op again for other positions: sizes follow from its operands."""
-    operands = [made.get(t, t) for t in op.operands]
+    operands = [new_tensors.get(t, t) for t in op.operands]
     name = op.name.rpartition("/")[2]
     if isinstance(op.kind, Kernel):
         assert op.body is not None
         with kernel(name) as body:
-            inside = dict(zip(op.body.formals, operands, strict=True))
+            inner_tensors = dict(zip(op.body.formals, operands, strict=True))
             for inner in op.body.ops:
-                _again(inner, inside)
-        made[op.results[0]] = body.export(inside[op.body.outputs[0]])
+                _replay(inner, inner_tensors)
+        new_tensors[op.results[0]] = body.export(inner_tensors[op.body.outputs[0]])
     elif isinstance(op.kind, Einsum):
-        made[op.results[0]] = einsum(*operands, str(op.kind.pattern), dtype=op.kind.dtype, name=name)
+        new_tensors[op.results[0]] = einsum(*operands, str(op.kind.pattern), dtype=op.kind.dtype, name=name)
     else:
-        (made[op.results[0]],) = apply(op.kind, operands, name)
+        (new_tensors[op.results[0]],) = apply(op.kind, operands, name)

@@ -99,25 +99,27 @@ def offload(graph: Graph, what: str | Iterable[str], *, link: str = "pcie") -> G
     need_graph("offload", graph)
     chosen = need_offloaded("offload", what)
     if any(t.storage.host for g in graph.bodies() for t in g.tensors):
-        raise UnsupportedError(f"offload of graph {graph.name!r}, of which something lies on the host already")
-    found = set[str]()
-    made = map_stages(graph, lambda stage: _Offloader(chosen, link, found).run(stage))
-    missing = next((name for name in OFFLOADED if name in chosen - found), None)
+        raise UnsupportedError(
+            f"offload: graph {graph.name!r} already has tensors on the host; expected a graph without any"
+        )
+    offloaded = set[str]()
+    result = map_stages(graph, lambda stage: _Offloader(chosen, link, offloaded).run(stage))
+    missing = next((name for name in OFFLOADED if name in chosen - offloaded), None)
     if missing is not None:
         raise GraphError(
-            f"offload: graph {graph.name!r} has no {missing} to offload, expected "
+            f"offload: graph {graph.name!r} has no {missing} to offload; expected "
             f"{'a graph with parameters' if missing == 'parameters' else 'a training step'}"
         )
-    return made
+    return result
 
 
 def need_offloaded(place: str, what: str | Iterable[str]) -> frozenset[str]:
     """Return the kinds to offload; raise GraphError for names that are not in `OFFLOADED`."""
-    given = [what] if isinstance(what, str) else [*what]
-    odd = next((name for name in given if name not in OFFLOADED), None)
-    if odd is not None:
-        raise GraphError(f"{place}: {shown(odd)}, expected of {', '.join(OFFLOADED)}")
-    return frozenset(given)
+    names = [what] if isinstance(what, str) else [*what]
+    unknown = next((name for name in names if name not in OFFLOADED), None)
+    if unknown is not None:
+        raise GraphError(f"{place}: {shown(unknown)}, expected one of {', '.join(OFFLOADED)}")
+    return frozenset(names)
 
 
 class _Offloader(Rewriter):
@@ -125,24 +127,24 @@ class _Offloader(Rewriter):
 
     lies = True
 
-    def __init__(self, what: frozenset[str], link: str, done: set[str]) -> None:
+    def __init__(self, kinds: frozenset[str], link: str, done: set[str]) -> None:
         super().__init__()
-        self.what, self.link, self.done = what, link, done
+        self.kinds, self.link, self.done = kinds, link, done
         self.copies: dict[tuple[Tensor, str, Graph], Tensor] = {}
         """Copy of a new tensor in the other memory, by pass."""
-        self.away: dict[Tensor, Tensor] = {}
+        self.host_copies: dict[Tensor, Tensor] = {}
         """Host copy of an old tensor, read by later passes."""
-        self.leaving: set[Tensor] = set()
+        self.returned_to_host: set[Tensor] = set()
         """Old tensors that iterations return on the host."""
-        self.given: dict[Tensor, Tensor] = {}
+        self.operands: dict[Tensor, Tensor] = {}
         """Operands by formal, for the kernel being copied."""
         self.side = False
         """Whether the kernel being copied runs on the host."""
 
-    def chosen(self, what: str) -> bool:
+    def chosen(self, kind: str) -> bool:
         """Whether a kind is offloaded; records that the graph has it."""
-        self.done |= self.what & {what}
-        return what in self.what
+        self.done |= self.kinds & {kind}
+        return kind in self.kinds
 
     # -- users -------------------------------------------------------------------------------------------------------
 
@@ -160,214 +162,222 @@ class _Offloader(Rewriter):
             if op.loop is not None:
                 if t in op.loop.starts:
                     yield op
-                given = (*op.loop.slices, *op.loop.captured)
-                for f, outer in zip(given, op.operands[len(op.loop.carries) :], strict=True):
+                formals = (*op.loop.slices, *op.loop.captured)
+                for f, outer in zip(formals, op.operands[len(op.loop.carries) :], strict=True):
                     if outer is t:
                         yield from self.readers(f)
             elif _is_view(op):
-                for made in op.results if op.operands[0] is t else ():
-                    yield from self.readers(made, further=False)
+                for result in op.results if op.operands[0] is t else ():
+                    yield from self.readers(result, further=False)
             elif not isinstance(op.kind, KeepAlive):
                 yield op
         owner = t.graph.owner
         if further and owner is not None and owner.loop is not None:
-            for i, made in enumerate(t.graph.outputs):
-                if made is t:
+            for i, result in enumerate(t.graph.outputs):
+                if result is t:
                     yield from [owner] if i < len(owner.loop.carries) else self.readers(owner.results[i])
 
-    def leaves(self, t: Tensor) -> bool:
+    def goes_to_host(self, t: Tensor) -> bool:
         """Whether all later passes read a tensor on the host."""
-        made = t.producer
-        if made is None or t.role != "activation" or _is_view(made):
+        producer = t.producer
+        if producer is None or t.role != "activation" or _is_view(producer):
             return False
-        found = list(self.readers(t))
-        if "activations" in self.what and made.phase == "forward":
-            behind = [op for op in found if op.phase in _BACK]
-            within = made.loop is not None and t not in made.loop.lasts and len(behind) < len(found)
-            return bool(behind) and not within and self.chosen("activations")
-        return made.phase in _BACK and bool(found) and all(map(self.on_host, found))
+        users = list(self.readers(t))
+        if "activations" in self.kinds and producer.phase == "forward":
+            backward_users = [op for op in users if op.phase in _BACK]
+            returned = producer.loop is not None and t not in producer.loop.lasts and len(backward_users) < len(users)
+            return bool(backward_users) and not returned and self.chosen("activations")
+        return producer.phase in _BACK and bool(users) and all(map(self.on_host, users))
 
     # -- placement ---------------------------------------------------------------------------------------------------
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor:
-        made: Tensor = super().source(old, new, suffix)
-        made.storage.host = old.role in _ROLES and self.chosen(_ROLES[old.role])
-        return made
+        copy: Tensor = super().source(old, new, suffix)
+        copy.storage.host = old.role in _ROLES and self.chosen(_ROLES[old.role])
+        return copy
 
-    def found(self, t: Tensor, op: Op, new: Graph) -> Tensor:
+    def operand(self, t: Tensor, op: Op, new: Graph) -> Tensor:
         """Return an op's new operand, on the host if it was offloaded."""
         if op.phase == "forward":
-            return self.there(t)
+            return self.current(t)
         view = t.producer
-        made: Tensor | None = self.away.get(t)
-        if made is None and view is not None and view.phase == "forward" and view.graph is op.graph and _is_view(view):
-            of = self.found(view.operands[0], op, new)
-            if of.storage.host:  # view the copy: a view of the original would keep it on the device
-                made = self.away[t] = new.add_op(view.kind, [of], view.name, op.phase).results[0]
-        return self.there(t) if made is None else made
+        operand: Tensor | None = self.host_copies.get(t)
+        if (
+            operand is None
+            and view is not None
+            and view.phase == "forward"
+            and view.graph is op.graph
+            and _is_view(view)
+        ):
+            base = self.operand(view.operands[0], op, new)
+            if base.storage.host:  # view the copy: a view of the original would keep it on the device
+                operand = self.host_copies[t] = new.add_op(view.kind, [base], view.name, op.phase).results[0]
+        return self.current(t) if operand is None else operand
 
-    def there(self, t: Tensor) -> Tensor:
+    def current(self, t: Tensor) -> Tensor:
         """Return the new tensor in the memory where it was computed."""
-        made: Tensor = self.tensors[t]
-        return made
+        tensor: Tensor = self.tensors[t]
+        return tensor
 
-    def at(self, found: Tensor, op: Op, new: Graph, *, host: bool) -> Tensor:
+    def in_memory(self, t: Tensor, op: Op, new: Graph, *, host: bool) -> Tensor:
         """Return a new tensor in the given memory: itself, or a copy shared by an op's pass."""
-        if found.storage.host == host:
-            return found
-        key = (found, _pass(op), new)
+        if t.storage.host == host:
+            return t
+        key = (t, _pass(op), new)
         if key not in self.copies:
-            self.copies[key] = self.moved([found], op, new, host=host)
+            self.copies[key] = self.transferred([t], op, new, host=host)
         return self.copies[key]
 
-    def moved(self, tensors: Sequence[Tensor], op: Op, new: Graph, *, host: bool) -> Tensor:
+    def transferred(self, tensors: Sequence[Tensor], op: Op, new: Graph, *, host: bool) -> Tensor:
         """Transfer the last of `tensors`, into the first if there are two."""
         to = "host" if host else "device"
         kind = Transfer(link=self.link, to=to, into=len(tensors) > 1)
-        made = new.add_op(kind, tensors, f"{tensors[-1].name}.to_{to}", op.phase)
-        made.scope = op.scope
-        return made.results[0]
+        copy = new.add_op(kind, tensors, f"{tensors[-1].name}.to_{to}", op.phase)
+        copy.scope = op.scope
+        return copy.results[0]
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         if new.fused:
-            made = self.copy(op, new, suffix)
-            if self.side and isinstance(made.kind, DenseFactory):
-                made.state(host=True)
+            copied = self.copy(op, new, suffix)
+            if self.side and isinstance(copied.kind, DenseFactory):
+                copied.state(host=True)
             return
         if op.loop is not None:
             self.loop(op, op.loop, new)
         elif _is_view(op) or isinstance(op.kind, KeepAlive):
             self.view(op, new)
         else:
-            self.one(op, new)
+            self.single(op, new)
         for t in op.results:
             self.send(t, op, new)
 
     def send(self, t: Tensor, op: Op, new: Graph) -> None:
         """Send a tensor to the host if it is offloaded."""
         owner = t.graph.owner
-        around = owner is not None and t in t.graph.outputs[len(owner.loop.carries) :]  # type: ignore[union-attr]
-        if self.tensors[t].storage.pieces or not (t in self.leaving if around else self.leaves(t)):
+        returned = owner is not None and t in t.graph.outputs[len(owner.loop.carries) :]  # type: ignore[union-attr]
+        if self.tensors[t].storage.pieces or not (t in self.returned_to_host if returned else self.goes_to_host(t)):
             return
-        self.away[t] = self.at(self.tensors[t], op, new, host=True)
+        self.host_copies[t] = self.in_memory(self.tensors[t], op, new, host=True)
         if op.phase != "forward":
-            self.tensors[t] = self.away[t]
+            self.tensors[t] = self.host_copies[t]
 
     def view(self, op: Op, new: Graph) -> None:
         """Add a view or `KeepAlive` of a tensor in whichever memory has it; a mere `KeepAlive` fetches nothing."""
-        operands = [self.found(t, op, new) for t in op.operands]
+        operands = [self.operand(t, op, new) for t in op.operands]
         operands = [self.copies.get((t, _pass(op), new), t) if t.storage.host else t for t in operands]
         sides = {self.on_host(reader) for t in op.results for reader in self.readers(t)}
         if len(sides) == 1 and not isinstance(op.kind, KeepAlive) and op.results[0].numel == op.operands[0].numel:
-            operands = [self.at(operands[0], op, new, host=sides.pop()), *operands[1:]]  # all readers are there
+            operands = [self.in_memory(operands[0], op, new, host=sides.pop()), *operands[1:]]  # all readers are there
         self.add(op, bound_record(op.kind, self.values), operands, new)
 
-    def one(self, op: Op, new: Graph) -> None:
+    def single(self, op: Op, new: Graph) -> None:
         """Add an op where it runs, with transfers of its operands and of the values it writes back."""
         host, kind = self.on_host(op), op.kind
         read, written = op.kind.reads(op), op.kind.overwrites()
-        places = [self.found(t, op, new) for t in op.operands]
+        originals = [self.operand(t, op, new) for t in op.operands]
         operands = []
-        for i, t in enumerate(places):
+        for i, t in enumerate(originals):
             if t.storage.host != host and i in written and read[i] == ZERO:
                 empty = Empty(sizes=t.sizes, dtype=t.dtype, host=host)
                 operands.append(new.add_op(empty, [], f"{t.name}.new", op.phase).results[0])
             else:
-                operands.append(self.at(t, op, new, host=host))
-        if isinstance(kind, Collective) and kind.inplace and places[0].storage.host:
+                operands.append(self.in_memory(t, op, new, host=host))
+        if isinstance(kind, Collective) and kind.inplace and originals[0].storage.host:
             raise UnsupportedError(
-                f"offload: {op.name!r} puts a parameter on the host together of parts of all ranks, expected "
-                f"parameters of which each rank has a part (zero=3), or all"
+                f"offload: {op.name!r} assembles a parameter on the host from the shards of all ranks; expected "
+                f"parameters that are sharded (zero=3) or replicated"
             )
         if isinstance(kind, DenseFactory):
             kind = replace(kind, host=host)
         if isinstance(kind, Kernel):
-            kind = replace(kind, body=self.inside(kind.body, operands, new))
-        made = self.add(op, kind, operands, new)
+            kind = replace(kind, body=self.kernel_body(kind.body, operands, new))
+        new_op = self.add(op, kind, operands, new)
         for i in written:
-            if places[i].storage.host != host and places[i].role in SOURCES:
-                self.back(op, op.operands[i], places[i], made, new)
+            if originals[i].storage.host != host and originals[i].role in SOURCES:
+                self.write_back(op, op.operands[i], originals[i], new_op, new)
 
-    def back(self, op: Op, old: Tensor, place: Tensor, made: Op, new: Graph) -> None:
+    def write_back(self, op: Op, old: Tensor, original: Tensor, new_op: Op, new: Graph) -> None:
         """Write the result of an in-place op on a copy back into the original."""
-        for t, result in zip(op.results, made.results, strict=True):
+        for t, result in zip(op.results, new_op.results, strict=True):
             if t.storage is old.storage:
-                self.tensors[t] = self.moved([place, result], op, new, host=place.storage.host)
+                self.tensors[t] = self.transferred([original, result], op, new, host=original.storage.host)
 
-    def inside(self, old: Graph, operands: Sequence[Tensor], new: Graph) -> Graph:
+    def kernel_body(self, old: Graph, operands: Sequence[Tensor], new: Graph) -> Graph:
         """Copy a kernel's body, whose tensors are all in one memory."""
-        self.given = dict(zip(old.formals, operands, strict=True))
+        self.operands = dict(zip(old.formals, operands, strict=True))
         self.side = any(t.storage.host for t in operands)
         return self.body(old, new, "")
 
     def formal(self, old: Tensor, body: Graph, suffix: str = "") -> Tensor:
-        made = super().formal(old, body, suffix)
-        made.storage.host = self.side
-        if old in self.given:
-            made.strides, made.offset = self.given[old].strides, self.given[old].offset
-        return made
+        copy = super().formal(old, body, suffix)
+        copy.storage.host = self.side
+        if old in self.operands:
+            copy.strides, copy.offset = self.operands[old].strides, self.operands[old].offset
+        return copy
 
     # -- loops -------------------------------------------------------------------------------------------------------
 
     def loop(self, op: Op, loop: Loop, new: Graph) -> None:
         """Add a loop; slices are fetched in each iteration, captured tensors before it."""
         host, old = self.on_host(op), loop.body
-        self.leaving |= {t for t, r in zip(old.outputs, op.results, strict=True) if r.producer and self.leaves(r)}
-        starts = [self.at(self.found(t, op, new), op, new, host=host) for t in loop.starts]
+        self.returned_to_host |= {
+            t for t, r in zip(old.outputs, op.results, strict=True) if r.producer and self.goes_to_host(r)
+        }
+        starts = [self.in_memory(self.operand(t, op, new), op, new, host=host) for t in loop.starts]
         xs = [self.sliced(t, op, new) for t in loop.xs]
         shared = [
-            self.shared(self.found(t, op, new), f, op, new) for t, f in zip(loop.shared, loop.captured, strict=True)
+            self.shared(self.operand(t, op, new), f, op, new) for t, f in zip(loop.shared, loop.captured, strict=True)
         ]
         body = new.start_body(old.name, fused=False)
         for f, outer in zip(old.formals, [*starts, *xs, *shared], strict=True):
             strides = contiguous(f.sizes) if f in loop.carries else outer.strides[outer.ndim - f.ndim :]
-            made = body.formal(outer, f.name, f.sizes, strides, f.storage.pieces)
-            made.offset, made.domain = outer.offset if f in loop.captured else f.offset, f.domain
-            self.tensors[f] = made
+            formal = body.formal(outer, f.name, f.sizes, strides, f.storage.pieces)
+            formal.offset, formal.domain = outer.offset if f in loop.captured else f.offset, f.domain
+            self.tensors[f] = formal
         for f in loop.carries:
-            if f in self.leaving:
-                self.away[f] = self.at(self.tensors[f], op, body, host=True)
+            if f in self.returned_to_host:
+                self.host_copies[f] = self.in_memory(self.tensors[f], op, body, host=True)
         self.fill(old, body)
-        outputs = [self.at(self.tensors[t], op, body, host=host) for t in loop.nexts]
-        outputs += [self.left(t, op) for t in (*loop.ys, *loop.saved)]
+        outputs = [self.in_memory(self.tensors[t], op, body, host=host) for t in loop.nexts]
+        outputs += [self.iteration_output(t, op) for t in (*loop.ys, *loop.saved)]
         body.outputs += [body.adopt(t) for t in outputs]
         assert isinstance(op.kind, Repeat)
         self.add(op, replace(bound_record(op.kind, self.values), body=body), [*starts, *xs, *shared], new)
 
     def sliced(self, t: Tensor, op: Op, new: Graph) -> Tensor:
         """Return a sliced operand, copied once if several loops of a pass read it in the other memory."""
-        found, pass_ = self.found(t, op, new), _pass(op)
+        operand, pass_ = self.operand(t, op, new), _pass(op)
         loops = [reader for reader in t.graph.successors(t) if reader.loop is not None and _pass(reader) == pass_]
         sides = {*map(self.on_host, loops)}
-        written = any(made.storage is t.storage for reader in loops for made in reader.results)
+        written = any(result.storage is t.storage for reader in loops for result in reader.results)
         # parameters are written back slice by slice; later loops read the copy of an activation, such as a gradient
-        several = len(loops) > 1 and not (written and found.storage.host)
+        several = len(loops) > 1 and not (written and operand.storage.host)
         shared = several or (written and t.storage.role == "activation")
-        if not shared or not found.storage.pieces or sides != {not found.storage.host}:
-            return found
-        key = (found, pass_, new)
+        if not shared or not operand.storage.pieces or sides != {not operand.storage.host}:
+            return operand
+        key = (operand, pass_, new)
         if key not in self.copies:
-            to = "device" if found.storage.host else "host"
+            to = "device" if operand.storage.host else "host"
             with opened(graph=new, levels=tuple(filter(None, op.scope.split("/"))), phase=op.phase):
-                copied = each(found.sizes[0], lambda x: (transfer(x, self.link, to=to),), [found], name=f"to_{to}")
-            (self.copies[key],) = copied
+                copies = each(operand.sizes[0], lambda x: (transfer(x, self.link, to=to),), [operand], name=f"to_{to}")
+            (self.copies[key],) = copies
         return self.copies[key]
 
-    def left(self, t: Tensor, op: Op) -> Tensor:
+    def iteration_output(self, t: Tensor, op: Op) -> Tensor:
         """Return an output of an iteration, on the host if offloaded; an inner loop has moved its own results."""
-        there = self.there(t)
-        return self.away.get(t, there) if t in self.leaving else there
+        computed = self.current(t)
+        return self.host_copies.get(t, computed) if t in self.returned_to_host else computed
 
-    def shared(self, found: Tensor, f: Tensor, op: Op, new: Graph) -> Tensor:
+    def shared(self, operand: Tensor, f: Tensor, op: Op, new: Graph) -> Tensor:
         """Return a captured operand, copied before the loop if all readers are in the other memory.
 
         Each micro-batch has its own forward and backward pass, with their own copies.
         """
         sides = {self.on_host(reader) for reader in self.readers(f)}
-        whole = len(sides) == 1 and not found.storage.pieces and not is_pass(f.graph)
-        return self.at(found, op, new, host=sides.pop()) if whole else found
+        before_loop = len(sides) == 1 and not operand.storage.pieces and not is_pass(f.graph)
+        return self.in_memory(operand, op, new, host=sides.pop()) if before_loop else operand
 
 
 def _pass(op: Op) -> str:

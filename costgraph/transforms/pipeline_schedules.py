@@ -27,21 +27,21 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Schedule",
-    "asked",
-    "done_by",
-    "here",
+    "schedule_sizes",
+    "rank_actions",
+    "rank_symbol",
     "schedule",
     "COSTS",
     "TIMES",
     "idle",
     "idle_at",
-    "played",
+    "run_actions",
     "sizes",
-    "at_last",
-    "beside",
+    "waiting_at_last_forward",
+    "other_waiting",
     "in_flight",
-    "of_end",
-    "reached",
+    "end_stage_peaks",
+    "until_each_chunk",
     "sends",
     "RankOrder",
 ]
@@ -49,8 +49,8 @@ __all__ = [
 
 # -- schedules ---------------------------------------------------------------------------------------------------------
 
-_MOST_ACTIONS = 5_000_000
-_M, _P, _V, _PLACE = dims("m p v place")
+_MAX_ACTIONS = 5_000_000
+_M, _P, _V, _RANK_PLUS_1 = dims("m p v place")
 
 
 class Action(NamedTuple):
@@ -70,20 +70,20 @@ class Action(NamedTuple):
 class Schedule:
     """A rank's work, as phases in which a sequence of words repeats.
 
-    A word is an action, followed by the rank's chunk unless chunks take turns. A bare `W` belongs to the oldest
+    A word is an action, followed by the rank's chunk unless chunks alternate. A bare `W` belongs to the oldest
     micro-batch without weight gradients. Counts are formulas in micro-batches m, ranks p, chunks v per rank, and the
     rank r.
     """
 
     phases: Callable[[Any, Any, Any, Any], list[tuple[str, Any]]]
     """words, and their number of repetitions"""
-    least: Callable[[Any, Any], Any] = lambda m, p: m - 1
+    surplus: Callable[[Any, Any], Any] = lambda m, p: m - 1
     """formula that must not be negative, so that there are enough micro-batches"""
     chunks: int | None = 1
     """stages per rank, None for any number"""
     folded: bool = False
     """whether a rank has stages r and 2 p - 1 - r instead of r, r + p, ..."""
-    whole: bool = False
+    in_rounds: bool = False
     """whether p micro-batches of each chunk alternate, so that m is a multiple of p"""
     both_ways: bool = False
     """whether half the micro-batches enter at each end: two folded half pipelines, face to face"""
@@ -97,8 +97,8 @@ def _one_by_one(ahead: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, An
     """Return the phases of a 1F1B schedule: `ahead` warm-up forwards, the steady state, and the cool-down."""
 
     def phases(m: Any, p: Any, v: Any, r: Any) -> list[tuple[str, Any]]:
-        every = (m * v, ahead(p, v, r))
-        w = min(every) if isinstance(m, int) else sympy.Min(*every)
+        candidates = (m * v, ahead(p, v, r))
+        w = min(candidates) if isinstance(m, int) else sympy.Min(*candidates)
         return [("F", w), ("B F", m * v - w), ("B", w)]
 
     return phases
@@ -118,18 +118,18 @@ def _zbv(m: Any, p: Any, v: Any, r: Any) -> list[tuple[str, Any]]:
 
 
 def _dualpipe_v(m: Any, p: Any, v: Any, r: Any) -> list[tuple[str, Any]]:
-    rest = p - r - 1
+    behind = p - r - 1
     return [
-        ("F0", 2 * rest), ("F0 F1", r + 1), ("I1 W F1", rest), ("F0 B1 F1 B0", m - 2 * p + r + 1),
-        ("B1 F1 B0", rest), ("B", r + 1), ("I", r + 1), ("W I0", rest), ("W", r + 1),
+        ("F0", 2 * behind), ("F0 F1", r + 1), ("I1 W F1", behind), ("F0 B1 F1 B0", m - 2 * p + r + 1),
+        ("B1 F1 B0", behind), ("B", r + 1), ("I", r + 1), ("W I0", behind), ("W", r + 1),
     ]  # fmt: skip
 
 
 @cache
-def here() -> sympy.Expr:
+def rank_symbol() -> sympy.Expr:
     """Return the rank in a schedule's formulas."""
     # symbols are positive, ranks start at 0; a function, as sympy's first sum imports its tensor module
-    return _PLACE - 1
+    return _RANK_PLUS_1 - 1
 
 
 SCHEDULES: Mapping[str, Schedule] = {
@@ -139,11 +139,11 @@ SCHEDULES: Mapping[str, Schedule] = {
     # micro-batches; if interleaved, of all chunks but the last, plus a round trip from the last rank
     "1f1b": Schedule(_one_by_one(lambda p, v, r: p - r)),
     "interleaved": Schedule(
-        _one_by_one(lambda p, v, r: (v - 1) * p + 2 * (p - 1 - r) + 1), lambda m, p: m - p, None, whole=True
+        _one_by_one(lambda p, v, r: (v - 1) * p + 2 * (p - 1 - r) + 1), lambda m, p: m - p, None, in_rounds=True
     ),
     # Qi et al. 2023, arXiv 2401.10241, and 2024, arXiv 2405.15362
     "zb-h1": Schedule(_zero_bubble, lambda m, p: m - p),
-    "interleaved-zb": Schedule(_zero_bubble, lambda m, p: m - p, None, whole=True),
+    "interleaved-zb": Schedule(_zero_bubble, lambda m, p: m - p, None, in_rounds=True),
     "zbv": Schedule(_zbv, lambda m, p: m - 2 * p + 1, 2, folded=True),
     # DeepSeek-AI 2024, arXiv 2412.19437
     **{
@@ -158,24 +158,24 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 def _conditions(name: str, ranked: bool) -> Iterator[tuple[Any, str, int]]:
     """Yield formulas, their descriptions, and their minimum values."""
-    made = SCHEDULES[name]
-    yield made.least(_M, _P), "micro-batches above the fewest", 0
-    if made.chunks is None:
-        yield _V - 1, "virtual stages of a rank beyond one", 1
+    spec = SCHEDULES[name]
+    yield spec.surplus(_M, _P), "micro-batches above the minimum", 0
+    if spec.chunks is None:
+        yield _V - 1, "virtual stages per rank beyond one", 1
     else:
         for sign in (1, -1):
-            yield sign * (_V - made.chunks), f"virtual stages of a rank beyond {made.chunks}", 0
-    if made.whole:
-        yield _M / _P, "micro-batches for each rank", 1
-    if made.both_ways:
-        yield _M / 2, "half of the micro-batches", 1
-        yield _P / 2, "half of the ranks", 1
+            yield sign * (_V - spec.chunks), f"virtual stages per rank beyond {spec.chunks}", 0
+    if spec.in_rounds:
+        yield _M / _P, "micro-batches per rank", 1
+    if spec.both_ways:
+        yield _M / 2, "half the micro-batches", 1
+        yield _P / 2, "half the ranks", 1
     if ranked:
-        yield _P - 1 - here(), "ranks behind this one", 0
+        yield _P - 1 - rank_symbol(), "ranks after this one", 0
 
 
-def asked(
-    name: object, pp: object, micro_batches: object, virtual: object = None, rank: object = None, fewest: int = 1
+def schedule_sizes(
+    name: object, pp: object, micro_batches: object, virtual_stages: object = None, rank: object = None, fewest: int = 1
 ) -> tuple[dict[str, Poly], tuple[Validity, ...]]:
     """Return the sizes of a schedule by symbol name, and the conditions on symbolic sizes.
 
@@ -183,59 +183,69 @@ def asked(
     """
     need_choice("schedule", name, SCHEDULES)
     assert isinstance(name, str)
-    virtual = (SCHEDULES[name].chunks or 2) if virtual is None else virtual
-    given = {"p": ("pp", pp), "m": ("micro_batches", micro_batches), "v": ("virtual", virtual)}
-    values = {key: positive(f"schedule {name!r}: {text}", value) for key, (text, value) in given.items()}
+    virtual_stages = (SCHEDULES[name].chunks or 2) if virtual_stages is None else virtual_stages
+    arguments = {"p": ("pp", pp), "m": ("micro_batches", micro_batches), "v": ("virtual_stages", virtual_stages)}
+    values = {key: positive(f"schedule {name!r}: {text}", value) for key, (text, value) in arguments.items()}
     if rank is not None:
         values["place"] = amount(f"schedule {name!r}: rank", rank) + poly(1)
-    open_ones = []
-    more = [(_P - fewest, "ranks above the fewest", 0)] if fewest > 1 and values["p"].names() else []
-    for formula, text, least in (*_conditions(name, rank is not None), *more):
-        held = Condition(poly(formula), f"schedule {name!r}: {text}", least, True, frozenset(poly(formula).names()))
-        bound = held.formula.bind(values)
+    unresolved = []
+    extra = [(_P - fewest, "ranks above the minimum", 0)] if fewest > 1 and values["p"].names() else []
+    for formula, text, minimum in (*_conditions(name, rank is not None), *extra):
+        condition = Condition(
+            poly(formula), f"schedule {name!r}: {text}", minimum, True, frozenset(poly(formula).names())
+        )
+        bound = condition.formula.bind(values)
         if bound.names():
-            open_ones.append(held._replace(formula=bound, names=frozenset(bound.names())))
+            unresolved.append(condition._replace(formula=bound, names=frozenset(bound.names())))
         else:
-            held.check(values)
-    return values, (Validity(Conditions((), tuple(open_ones))),) if open_ones else ()
+            condition.check(values)
+    return values, (Validity(Conditions((), tuple(unresolved))),) if unresolved else ()
 
 
 # -- action lists ----------------------------------------------------------------------------------------------------
 
 
-def done_by(made: Schedule, m: int, p: int, v: int, r: int) -> Iterator[tuple[str, int, int]]:
+def rank_actions(spec: Schedule, m: int, p: int, v: int, r: int) -> Iterator[tuple[str, int, int]]:
     """Yield a rank's actions with chunk and micro-batch, in order."""
-    turns: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     done: Counter[tuple[str, int]] = Counter()
     waiting: deque[tuple[int, int]] = deque()
     last = 0
-    for words, count in made.phases(m, p, v, r):
+    for words, count in spec.phases(m, p, v, r):
         for word in words.split() * int(count):
-            kind, way = word[0], "F" if word[0] == "F" else "B"
+            kind, direction = word[0], "F" if word[0] == "F" else "B"
             if kind == "W":
                 chunk, k = waiting.popleft() if word == "W" else next(w for w in waiting if w[0] == int(word[1]))
                 if word != "W":
                     waiting.remove((chunk, k))
             else:
-                turn = turns[way] // p % v
-                chunk = int(word[1]) if word[1:] else 1 - last if made.folded else turn if way == "F" else v - 1 - turn
-                last = chunk if way == "B" else last
-                k = done[way, chunk]
-                turns[way] += 1
-                done[way, chunk] += 1
+                position = counts[direction] // p % v
+                chunk = (
+                    int(word[1])
+                    if word[1:]
+                    else 1 - last
+                    if spec.folded
+                    else position
+                    if direction == "F"
+                    else v - 1 - position
+                )
+                last = chunk if direction == "B" else last
+                k = done[direction, chunk]
+                counts[direction] += 1
+                done[direction, chunk] += 1
                 if kind == "I":
                     waiting.append((chunk, k))
             yield kind, chunk, k
 
 
 def _actions(name: str, m: int, p: int, v: int, r: int) -> Iterator[Action]:
-    made = SCHEDULES[name]
-    if not made.both_ways:
-        for kind, chunk, k in done_by(made, m, p, v, r):
-            yield Action(kind, 2 * p - 1 - r if made.folded and chunk else r + chunk * p, k)
+    spec = SCHEDULES[name]
+    if not spec.both_ways:
+        for kind, chunk, k in rank_actions(spec, m, p, v, r):
+            yield Action(kind, 2 * p - 1 - r if spec.folded and chunk else r + chunk * p, k)
         return
     mirrored = min(r, p - 1 - r)
-    for kind, chunk, k in done_by(made, m // 2, p // 2, v, mirrored):
+    for kind, chunk, k in rank_actions(spec, m // 2, p // 2, v, mirrored):
         # the second chunk belongs to micro-batches that entered at the other end
         other = chunk != (r != mirrored)
         yield Action(kind, p - 1 - mirrored if chunk else mirrored, k + other * m // 2)
@@ -248,18 +258,18 @@ def _with_sends(ranks: list[list[Action]]) -> list[list[Action]]:
     for r, actions in enumerate(ranks):
         out.append([])
         for a in actions:
-            way, on = ("F", 1) if a.kind == "F" else ("B", -1)
-            ends = [owner.get((a.stage + step, a.micro_batch), r) for step in (-on, on)]
-            if a.kind != "W" and ends[0] != r:
-                out[r].append(Action(f"receive {way}", *a[1:3], ends[0]))
+            direction, on = ("F", 1) if a.kind == "F" else ("B", -1)
+            peers = [owner.get((a.stage + step, a.micro_batch), r) for step in (-on, on)]
+            if a.kind != "W" and peers[0] != r:
+                out[r].append(Action(f"receive {direction}", *a[1:3], peers[0]))
             out[r].append(a)
-            if a.kind != "W" and ends[1] != r:
-                out[r].append(Action(f"send {way}", *a[1:3], ends[1]))
+            if a.kind != "W" and peers[1] != r:
+                out[r].append(Action(f"send {direction}", *a[1:3], peers[1]))
     return out
 
 
 def schedule(
-    name: str, pp: int, micro_batches: int, virtual: int | None = None, *, sends: bool = False
+    name: str, pp: int, micro_batches: int, virtual_stages: int | None = None, *, sends: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
     """Return a pipeline's action list for each rank.
 
@@ -269,7 +279,7 @@ def schedule(
         gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv, dualpipe or dualpipev.
     pp, micro_batches : int
         Ranks, and micro-batches per step.
-    virtual : int, optional
+    virtual_stages : int, optional
         Stages per rank. Default: the number that the schedule requires, else 2.
     sends : bool
         Whether to list sends and receives as well, each receive right before its consumer.
@@ -293,10 +303,10 @@ def schedule(
     F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
     need_flag("schedule", sends=sends)
-    values, _ = asked(name, pp, micro_batches, virtual)
+    values, _ = schedule_sizes(name, pp, micro_batches, virtual_stages)
     p, m, v = (int(values[key].expr) for key in "pmv")
-    if m * p * v > _MOST_ACTIONS:
-        raise UnsupportedError(f"schedule {name!r}: {m * p * v} forwards, expected at most {_MOST_ACTIONS}")
+    if m * p * v > _MAX_ACTIONS:
+        raise UnsupportedError(f"schedule {name!r}: {m * p * v} forward actions, expected at most {_MAX_ACTIONS}")
     ranks = [list(_actions(name, m, p, v, r)) for r in range(p)]
     return tuple(map(tuple, _with_sends(ranks) if sends else ranks))
 
@@ -309,7 +319,7 @@ TIMES = (_F, _I, _W)
 #: Action times as coefficient rows for forward, input and weight time; a time is the maximum of its rows.
 COSTS = {"F": (1, 0, 0), "I": (0, 1, 0), "W": (0, 0, 1), "B": (0, 1, 1)}
 _SAMPLES = 6
-_MANY = 16
+_FEW_ROWS = 16
 
 
 def _needs(action: Action, last: int) -> Iterator[tuple[str, int, int]]:
@@ -324,7 +334,7 @@ def _needs(action: Action, last: int) -> Iterator[tuple[str, int, int]]:
         yield from [("I", stage + 1, number)] if stage < last else []
 
 
-def played(
+def run_actions(
     ranks: Sequence[Sequence[Action]], zero: Any, after: Callable[[Any, Action], Any],
     latest: Callable[[list[Any]], Any], sent: Callable[[Any], Any] = lambda time: time,
 ) -> list[list[tuple[Action, Any, Any]]]:  # fmt: skip
@@ -332,24 +342,26 @@ def played(
     last = max((a.stage for actions in ranks for a in actions), default=0)
     done: dict[tuple[str, int, int], tuple[int, Any]] = {}
     out: list[list[tuple[Action, Any, Any]]] = [[] for _ in ranks]
-    left = [list(reversed([a for a in actions if a.kind in COSTS])) for actions in ranks]
+    remaining = [list(reversed([a for a in actions if a.kind in COSTS])) for actions in ranks]
     waiting = True
     while waiting:
         waiting = False
-        for r, actions in enumerate(left):
+        for r, actions in enumerate(remaining):
             while actions and all(need in done for need in _needs(actions[-1], last)):
                 a = actions.pop()
                 before = [done[need] for need in _needs(a, last)]
-                start = latest([out[r][-1][2] if out[r] else zero, *(t if at == r else sent(t) for at, t in before)])
+                start = latest(
+                    [out[r][-1][2] if out[r] else zero, *(t if rank == r else sent(t) for rank, t in before)]
+                )
                 out[r].append((a, start, after(start, a)))
                 done["I" if a.kind == "B" else a.kind, a.stage, a.micro_batch] = r, out[r][-1][2]
                 waiting = True
-    for r, actions in enumerate(left):
+    for r, actions in enumerate(remaining):
         if actions:
             kind, stage, number, _ = actions[-1]
             raise GraphError(
-                f"simulate: rank {r} waits for ever to do {kind} of stage {stage} and micro-batch {number}, expected "
-                f"lists in which what it needs is done before"
+                f"simulate: rank {r} deadlocks at {kind} of stage {stage} and micro-batch {number}; expected action "
+                f"lists in which the actions that it depends on come first"
             )
     return out
 
@@ -364,10 +376,8 @@ def _hull(rows: Table) -> Table:
 
 
 def _latest(times: Sequence[Table]) -> Table:
-    found = np.vstack(times)  # with few rows, searching for corners does not pay off
-    return (
-        found if len(times) == 1 else found[skyline(found, range(len(found)))] if len(found) < _MANY else _hull(found)
-    )
+    rows = np.vstack(times)  # with few rows, searching for corners does not pay off
+    return rows if len(times) == 1 else rows[skyline(rows, range(len(rows)))] if len(rows) < _FEW_ROWS else _hull(rows)
 
 
 @cache
@@ -379,19 +389,19 @@ def idle_at(name: str, p: int, m: int, v: int) -> tuple[tuple[int, ...], ...]:
     ranks = schedule(name, p, m, v)
     costs = {kind: np.array([cost]) for kind, cost in COSTS.items()}
     zero = np.zeros((1, 3), dtype=np.int64)
-    ends = [row[-1][2] for row in played(ranks, zero, lambda start, a: start + costs[a.kind], _latest)]
+    finish_times = [row[-1][2] for row in run_actions(ranks, zero, lambda start, a: start + costs[a.kind], _latest)]
     busy = sum(costs[a.kind] for a in ranks[0])
-    return tuple(sorted(tuple(int(n) for n in row) for row in _hull(_latest(ends)) - busy))
+    return tuple(sorted(tuple(int(n) for n in row) for row in _hull(_latest(finish_times)) - busy))
 
 
 def sizes(name: str, p: int) -> Iterator[tuple[int, int]]:
     """Yield valid numbers of micro-batches and chunks for some ranks: the fewest, and a few more."""
-    made = SCHEDULES[name]
-    step = p if made.whole else 2 if made.both_ways else 1
-    ranks = p // 2 if made.both_ways else p
-    fewest = max(1, -int(made.least(0, ranks)) * (p // ranks))
+    spec = SCHEDULES[name]
+    step = p if spec.in_rounds else 2 if spec.both_ways else 1
+    ranks = p // 2 if spec.both_ways else p
+    fewest = max(1, -int(spec.surplus(0, ranks)) * (p // ranks))
     start = -(-fewest // step) * step
-    for v in (2, 3) if made.chunks is None else (made.chunks,):
+    for v in (2, 3) if spec.chunks is None else (spec.chunks,):
         for more in (0, 1, 2):
             yield start + more * step, v
 
@@ -416,7 +426,9 @@ def idle(name: str) -> tuple[tuple[sympy.Expr, ...], int]:
                 for pair in zip(first.tolist(), grown.tolist(), strict=True)
             ]
             return tuple(sums), next(p for i, p in enumerate(counts) if all(holds[i:]))
-    raise UnsupportedError(f"bubble: schedule {name!r} has no idle time that grows evenly with its ranks")
+    raise UnsupportedError(
+        f"bubble: the idle time of schedule {name!r} does not grow linearly with the number of ranks"
+    )
 
 
 def _as_rows(table: Table) -> tuple[tuple[int, ...], ...]:
@@ -428,61 +440,61 @@ def _as_rows(table: Table) -> tuple[tuple[int, ...], ...]:
 
 # -- chunks in flight ------------------------------------------------------------------------------------------------
 
-_MOST_RANKS = 4
-_LEAVES = {"F": (1, 0), "I": (-1, 1), "B": (-1, 0), "W": (0, -1)}
+_MAX_RANKS = 4
+_CHANGE = {"F": (1, 0), "I": (-1, 1), "B": (-1, 0), "W": (0, -1)}
 """change in the numbers of chunks that await their backward pass, and their weight gradients, per action"""
-_OWN = {"F": (0, 0), "I": (1, 0), "B": (1, 0), "W": (0, 1)}
+_OWN_CHUNK = {"F": (0, 0), "I": (1, 0), "B": (1, 0), "W": (0, 1)}
 """whether the action's own chunk is among those before it"""
 _BYTES = np.array([(i, j) for i in range(8) for j in range(8)]).T
 """sample sizes of the two kinds of waiting chunks"""
 
 _Pair: TypeAlias = tuple[Any, Any]
-_Played: TypeAlias = list[tuple[str, int, int]]
+_ActionList: TypeAlias = list[tuple[str, int, int]]
 #: Selects the relevant counts of other waiting chunks, given an action's kind; None to skip it.
-_Asked: TypeAlias = Callable[[str, Any, Any], _Pair | None]
+_Selector: TypeAlias = Callable[[str, Any, Any], _Pair | None]
 
 
-def _samples(made: Schedule) -> Iterator[tuple[int, int, int]]:
+def _samples(spec: Schedule) -> Iterator[tuple[int, int, int]]:
     """Yield valid numbers of micro-batches, ranks and chunks: the fewest, and more."""
-    for p in range(1, _MOST_RANKS + 1):
-        fewest = max(1, -int(made.least(0, p)))
-        for v in (2, 3) if made.chunks is None else (made.chunks,):
+    for p in range(1, _MAX_RANKS + 1):
+        fewest = max(1, -int(spec.surplus(0, p)))
+        for v in (2, 3) if spec.chunks is None else (spec.chunks,):
             for more in (0, 1, 3):
-                yield (p * (1 + more) if made.whole else fewest + more * p), p, v
+                yield (p * (1 + more) if spec.in_rounds else fewest + more * p), p, v
 
 
 @cache
-def _lists(name: str) -> tuple[tuple[tuple[int, int, int, int], _Played], ...]:
+def _lists(name: str) -> tuple[tuple[tuple[int, int, int, int], _ActionList], ...]:
     """Return the action lists for all ranks, with micro-batches, ranks, chunks and the rank."""
-    made = SCHEDULES[name]
-    every = [(m, p, v, r) for m, p, v in _samples(made) for r in range(p)]
-    return tuple((sizes, list(done_by(made, *sizes))) for sizes in every)
+    spec = SCHEDULES[name]
+    cases = [(m, p, v, r) for m, p, v in _samples(spec) for r in range(p)]
+    return tuple((sizes, list(rank_actions(spec, *sizes))) for sizes in cases)
 
 
-def _of_phases(name: str, m: Any, p: Any, v: Any, r: Any) -> Iterator[tuple[str, Any, Any]]:
+def _waiting_in_phases(name: str, m: Any, p: Any, v: Any, r: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the other waiting chunks at each action in the first and last repetition of each phase.
 
     Counts change linearly between repetitions, so neither they nor their sums are larger in between.
     """
-    held: _Pair = (0, 0)
+    waiting: _Pair = (0, 0)
     for words, count in SCHEDULES[name].phases(m, p, v, r):
         ahead: list[tuple[str, _Pair]] = []
         grown: _Pair = (0, 0)
         for kind in (word[0] for word in words.split()):
-            ahead.append((kind, _minus(grown, _OWN[kind])))
-            grown = _plus(grown, _LEAVES[kind])
-        last = _plus(held, (grown[0] * (count - 1), grown[1] * (count - 1)))
-        for start in (held, last):
+            ahead.append((kind, _minus(grown, _OWN_CHUNK[kind])))
+            grown = _plus(grown, _CHANGE[kind])
+        last = _plus(waiting, (grown[0] * (count - 1), grown[1] * (count - 1)))
+        for start in (waiting, last):
             yield from ((kind, *_plus(start, more)) for kind, more in ahead)
-        held = _plus(last, grown)
+        waiting = _plus(last, grown)
 
 
-def _of_list(actions: _Played) -> Iterator[tuple[str, int, int]]:
+def _waiting_in_list(actions: _ActionList) -> Iterator[tuple[str, int, int]]:
     """Yield the other waiting chunks at each action in a list."""
-    held: _Pair = (0, 0)
+    waiting: _Pair = (0, 0)
     for kind, _, _ in actions:
-        yield kind, *_minus(held, _OWN[kind])
-        held = _plus(held, _LEAVES[kind])
+        yield kind, *_minus(waiting, _OWN_CHUNK[kind])
+        waiting = _plus(waiting, _CHANGE[kind])
 
 
 def _plus(a: _Pair, b: _Pair) -> _Pair:
@@ -493,96 +505,102 @@ def _minus(a: _Pair, b: _Pair) -> _Pair:
     return a[0] - b[0], a[1] - b[1]
 
 
-def _most(name: str, asked_for: _Asked, within: _Asked | None = None) -> list[_Pair]:
+def _peaks(name: str, select: _Selector, within: _Selector | None = None) -> list[_Pair]:
     """Return formulas whose maximum is the peak number of waiting chunks: few, selected by the action lists.
 
     Excluded are formulas that overestimate on some rank, where their phase may not occur, and dominated ones. With
     `within`, the maximum may exceed the selected peak up to the one that `within` selects.
     """
-    rows = [[found for at in _of_phases(name, *sizes) if (found := asked_for(*at))] for sizes, _ in _lists(name)]
-    might = np.array(rows, dtype=np.int64) @ _BYTES
-    is_so, most = (
-        np.array([(np.array([found for at in {*_of_list(actions)} if (found := ask(*at))]) @ _BYTES).max(axis=0)
-                  for _, actions in _lists(name)])
-        for ask in (asked_for, within or asked_for)
+    rows = [
+        [pair for counts in _waiting_in_phases(name, *sizes) if (pair := select(*counts))] for sizes, _ in _lists(name)
+    ]
+    bounds = np.array(rows, dtype=np.int64) @ _BYTES
+    peaks, limits = (
+        np.array([
+            (np.array([pair for n in {*_waiting_in_list(actions)} if (pair := selector(*n))]) @ _BYTES).max(axis=0)
+            for _, actions in _lists(name)
+        ])
+        for selector in (select, within or select)
     )  # fmt: skip
-    forms = [found for at in _of_phases(name, _M, _P, _V, here()) if (found := asked_for(*at))]
+    forms = [pair for counts in _waiting_in_phases(name, _M, _P, _V, rank_symbol()) if (pair := select(*counts))]
     forms = [(sympy.expand(a), sympy.expand(b)) for a, b in forms]
-    kept = [k for k in range(len(forms)) if (might[:, k] <= most).all() and forms.index(forms[k]) == k]
-    for k in sorted(kept, key=lambda k: (-len(str(forms[k])), k)):
-        others = [j for j in kept if j != k]
-        if others and (might[:, others].max(axis=1) >= is_so).all():
-            kept = others
-    if not kept or not (might[:, kept].max(axis=1) >= is_so).all():
-        raise UnsupportedError(f"schedule {name!r}: what waits in its lists is not what its phases say")
-    return [(_of_whole(name, forms[k][0]), _of_whole(name, forms[k][1])) for k in kept]
+    selected = [k for k in range(len(forms)) if (bounds[:, k] <= limits).all() and forms.index(forms[k]) == k]
+    for k in sorted(selected, key=lambda k: (-len(str(forms[k])), k)):
+        others = [j for j in selected if j != k]
+        if others and (bounds[:, others].max(axis=1) >= peaks).all():
+            selected = others
+    if not selected or not (bounds[:, selected].max(axis=1) >= peaks).all():
+        raise UnsupportedError(
+            f"schedule {name!r}: the formulas of its phases do not match the waiting chunks in its action lists"
+        )
+    return [(_for_full_pipeline(name, forms[k][0]), _for_full_pipeline(name, forms[k][1])) for k in selected]
 
 
-def _of_whole(name: str, formula: Any) -> Poly:
+def _for_full_pipeline(name: str, formula: Any) -> Poly:
     """Express a formula in ranks and micro-batches of the whole pipeline, not one half."""
     halves = {"p": poly(_P / 2), "m": poly(_M / 2)} if SCHEDULES[name].both_ways else {}
     return poly(formula).bind(halves)
 
 
 @cache
-def beside(name: str) -> tuple[tuple[Poly, Poly, bool], ...]:
+def other_waiting(name: str) -> tuple[tuple[Poly, Poly, bool], ...]:
     """Return the numbers of other chunks in flight: awaiting their backward pass, and only their weight gradients.
 
     There is one pair for each time at which either, or a weighted sum, may peak, with a flag for actions that compute
     input and weight gradients together in a schedule that splits others. A forward counts like the action after it.
     """
 
-    def beside_of(kinds: str) -> _Asked:
+    def selecting(kinds: str) -> _Selector:
         return lambda kind, waits, weights: (waits, weights) if kind in kinds else None
 
-    every = beside_of("FBIW")
+    all_actions = selecting("FBIW")
     if not {"B", "I"} <= {kind for _, actions in _lists(name) for kind, *_ in actions}:
-        return tuple((*pair, False) for pair in _most(name, every))
-    return tuple((*pair, kinds == "B") for kinds in ("IW", "B") for pair in _most(name, beside_of(kinds), every))
+        return tuple((*pair, False) for pair in _peaks(name, all_actions))
+    return tuple((*pair, kinds == "B") for kinds in ("IW", "B") for pair in _peaks(name, selecting(kinds), all_actions))
 
 
 @cache
-def _most_held(name: str, until: str) -> Poly:
+def _peak_waiting(name: str, until: str) -> Poly:
     """Return the peak number of waiting chunks including the running one, right after a forward."""
     later = int(until == "weights")
-    found = _most(name, lambda kind, a, b: (a + 1 + b * later, 0) if kind == "F" else None)
-    return poly(sympy.Max(*(p.expr for p, _ in found)))
+    pairs = _peaks(name, lambda kind, a, b: (a + 1 + b * later, 0) if kind == "F" else None)
+    return poly(sympy.Max(*(p.expr for p, _ in pairs)))
 
 
 # -- chunks counted separately ---------------------------------------------------------------------------------------
 
 
-def _fitted(name: str, count: Callable[[_Played, int], int], at: str, *, enough: bool) -> Poly:
+def _fitted(name: str, count: Callable[[_ActionList, int], int], position: str, *, enough: bool) -> Poly:
     """Fit a count over the action lists by a formula linear in ranks, in chunks, and in their product.
 
     With `enough` the formula is capped by the number of micro-batches. Raises UnsupportedError unless it is exact for
     all lists.
     """
-    made = SCHEDULES[name]
-    terms = [sympy.Integer(1), _P, *([here()] if at == "any" else [])]
-    terms += [_V, _V * _P] if made.chunks is None else []
+    spec = SCHEDULES[name]
+    terms = [sympy.Integer(1), _P, *([rank_symbol()] if position == "any" else [])]
+    terms += [_V, _V * _P] if spec.chunks is None else []
     used = [
         (sizes, actions) for sizes, actions in _lists(name)
-        if at == "any" or sizes[3] == (0 if at == "first" else sizes[1] - 1)
+        if position == "any" or sizes[3] == (0 if position == "first" else sizes[1] - 1)
     ]  # fmt: skip
-    value = sympy.lambdify((_M, _P, _V, _PLACE), terms)
-    table = np.array([value(m, p, v, r + 1) for (m, p, v, r), _ in used])
+    evaluate = sympy.lambdify((_M, _P, _V, _RANK_PLUS_1), terms)
+    table = np.array([evaluate(m, p, v, r + 1) for (m, p, v, r), _ in used])
     counted = np.array([count(actions, sizes[2]) for sizes, actions in used])
-    many = np.array([sizes[0] for sizes, _ in used])
-    free = counted < many if enough else many > 0
+    micro_batches = np.array([sizes[0] for sizes, _ in used])
+    free = counted < micro_batches if enough else micro_batches > 0
     factors = np.round(np.linalg.lstsq(table[free], counted[free], rcond=None)[0]).astype(int)
-    said = table @ factors
-    if not ((np.minimum(said, many) if enough else said) == counted).all():
-        raise UnsupportedError(f"schedule {name!r}: what is counted in its lists is not linear in ranks and chunks")
+    fit = table @ factors
+    if not ((np.minimum(fit, micro_batches) if enough else fit) == counted).all():
+        raise UnsupportedError(f"schedule {name!r}: a count over its action lists is not linear in ranks and chunks")
     formula = sympy.Add(*(int(n) * t for n, t in zip(factors, terms, strict=True)))
-    return _of_whole(name, sympy.Min(_M, formula) if enough else formula)
+    return _for_full_pipeline(name, sympy.Min(_M, formula) if enough else formula)
 
 
 @cache
-def reached(name: str) -> Poly:
+def until_each_chunk(name: str) -> Poly:
     """Return the number of weight gradients until each chunk of a rank has one."""
 
-    def count(actions: _Played, v: int) -> int:
+    def count(actions: _ActionList, v: int) -> int:
         done = [chunk for kind, chunk, _ in actions if kind in "BW"]
         return max(done.index(chunk) for chunk in range(v)) + 1
 
@@ -590,44 +608,49 @@ def reached(name: str) -> Poly:
 
 
 @cache
-def of_end(name: str, last: bool) -> tuple[Poly, Poly]:
+def end_stage_peaks(name: str, last: bool) -> tuple[Poly, Poly]:
     """Return the peak number of micro-batches that a rank holds of the first or last stage of the model.
 
-    The first number counts until the input gradient, the second those that await only weight gradients beside a
+    The first number counts until the input gradient, the second those that await only weight gradients other_waiting a
     running one.
     """
     folded = SCHEDULES[name].folded
 
-    def part(actions: _Played, v: int) -> _Played:
+    def part(actions: _ActionList, v: int) -> _ActionList:
         return [a for a in actions if a[1] == (v - 1 if last else 0)]
 
-    def waits(actions: _Played, v: int) -> int:
-        return max(n + 1 for kind, n, _ in _of_list(part(actions, v)) if kind == "F")
+    def waits(actions: _ActionList, v: int) -> int:
+        return max(n + 1 for kind, n, _ in _waiting_in_list(part(actions, v)) if kind == "F")
 
-    def weights(actions: _Played, v: int) -> int:
-        return max(n for *_, n in _of_list(part(actions, v)))
+    def weights(actions: _ActionList, v: int) -> int:
+        return max(n for *_, n in _waiting_in_list(part(actions, v)))
 
-    at = "last" if last and not folded else "first"
-    return _fitted(name, waits, at, enough=True), _fitted(name, weights, at, enough=False)
+    position = "last" if last and not folded else "first"
+    return _fitted(name, waits, position, enough=True), _fitted(name, weights, position, enough=False)
 
 
 @cache
-def at_last(name: str, chunk: int, at: str) -> Poly:
+def waiting_at_last_forward(name: str, chunk: int, position: str) -> Poly:
     """Return how many micro-batches of chunk 0 or -1 await their backward pass at a rank's last forward."""
 
-    def count(actions: _Played, v: int) -> int:
+    def count(actions: _ActionList, v: int) -> int:
         last = max(i for i, (kind, *_) in enumerate(actions) if kind == "F")
         done = [kind for kind, of, _ in actions[: last + 1] if of == chunk % v]
-        return sum(_LEAVES[kind][0] for kind in done)
+        return sum(_CHANGE[kind][0] for kind in done)
 
-    return _fitted(name, count, at, enough=True)
+    return _fitted(name, count, position, enough=True)
 
 
 # -- public counts ---------------------------------------------------------------------------------------------------
 
 
 def in_flight(
-    schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula | None, rank: Formula, until: str = "input"
+    schedule: str,
+    pp: Formula,
+    micro_batches: Formula,
+    virtual_stages: Formula | None,
+    rank: Formula,
+    until: str = "input",
 ) -> Formula:
     """Return the peak number of in-flight micro-batches of a rank, counted per chunk.
 
@@ -639,7 +662,7 @@ def in_flight(
         Ranks of the pipeline.
     micro_batches : int or sympy.Expr
         Micro-batches per step.
-    virtual : int or sympy.Expr, optional
+    virtual_stages : int or sympy.Expr, optional
         Chunks per rank. Default: the number that the schedule requires, else 2.
     rank : int or sympy.Expr
         The rank, counted from 0, also in a formula such as `r - 1`.
@@ -649,8 +672,8 @@ def in_flight(
     Returns
     -------
     int or sympy.Expr
-        Chunks of one micro-batch, each 1/virtual of a rank's layers; the maximum over the phases of the schedule. The
-        validity conditions of a formula are checked when it is bound.
+        Chunks of one micro-batch, each 1/virtual_stages of a rank's layers; the maximum over the phases of the
+        schedule. The validity conditions of a formula are checked when it is bound.
 
     Raises
     ------
@@ -667,11 +690,11 @@ def in_flight(
     [p*v - r, p*v]
     """
     need_choice("in_flight: until", until, ("input", "weights"))
-    values, held = asked(schedule, pp, micro_batches, virtual, rank)
-    return answer(_most_held(schedule, until).bind(values), held)
+    values, conditions = schedule_sizes(schedule, pp, micro_batches, virtual_stages, rank)
+    return answer(_peak_waiting(schedule, until).bind(values), conditions)
 
 
-def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula | None, rank: Formula) -> Formula:
+def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual_stages: Formula | None, rank: Formula) -> Formula:
     """Return the number of tensors that a rank sends in a step: activations and their gradients.
 
     Parameters
@@ -682,7 +705,7 @@ def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula |
         Ranks of the pipeline.
     micro_batches : int or sympy.Expr
         Micro-batches per step.
-    virtual : int or sympy.Expr, optional
+    virtual_stages : int or sympy.Expr, optional
         Chunks per rank.
     rank : int or sympy.Expr
         The rank, counted from 0.
@@ -704,17 +727,17 @@ def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula |
     >>> [cg.plan.sends("1f1b", 4, 16, 1, rank) for rank in range(4)]
     [16, 32, 32, 16]
     """
-    values, held = asked(schedule, pp, micro_batches, virtual, rank)
+    values, conditions = schedule_sizes(schedule, pp, micro_batches, virtual_stages, rank)
     # 1 if there is a neighbour on that side, else 0
-    before, behind = sympy.Min(1, here()), sympy.Min(1, _P - 1 - here())
-    made = SCHEDULES[schedule]
-    if made.both_ways:  # a rank is the first for one half and the last for the other
-        found = _M * (before + behind)
-    elif made.folded:  # to both neighbours, in both directions
-        found = 2 * _M * (before + behind)
+    before, after = sympy.Min(1, rank_symbol()), sympy.Min(1, _P - 1 - rank_symbol())
+    spec = SCHEDULES[schedule]
+    if spec.both_ways:  # a rank is the first for one half and the last for the other
+        count = _M * (before + after)
+    elif spec.folded:  # to both neighbours, in both directions
+        count = 2 * _M * (before + after)
     else:  # ranks form a ring, except at the ends of the model
-        found = _M * (2 * (_V - 1) * sympy.Min(1, _P - 1) + before + behind)
-    return answer(poly(found).bind(values), held)
+        count = _M * (2 * (_V - 1) * sympy.Min(1, _P - 1) + before + after)
+    return answer(poly(count).bind(values), conditions)
 
 
 # -- activations held by a rank ----------------------------------------------------------------------------------------
@@ -727,40 +750,40 @@ class RankOrder:
     """
 
     def __init__(self, name: str, pp: Poly, micro_batches: Poly, groups: Poly) -> None:
-        self.name, self.v, self.made = name, groups, SCHEDULES[name]
-        self.whole = pp, micro_batches
-        half = 2 if self.made.both_ways else 1
+        self.name, self.v, self.schedule = name, groups, SCHEDULES[name]
+        self.totals = pp, micro_batches
+        half = 2 if self.schedule.both_ways else 1
         self.p, self.m = pp / half, micro_batches / half
-        self.splits = any("W" in words for words, _ in self.made.phases(*_SOME))
+        self.splits = any("W" in words for words, _ in self.schedule.phases(*_EXAMPLE))
         """Whether weight gradients are computed later than input gradients."""
 
     def held(self, rank: Poly, *, first: bool, last: bool, later: bool) -> Iterator[Held]:
-        """Yield the activations that a rank holds beside a pass through its groups, at each potential peak.
+        """Yield the activations that a rank holds at each potential peak, without those of the pass through its groups.
 
         `rank` counts from 0, `first` and `last` tell whether it has that end of the model, and `later` whether all its
         weight gradients exist already.
         """
-        sizes = {**dict(zip("pm", self.whole, strict=True)), "v": self.v, "place": rank + 1}
-        for *pair, at_once in beside(self.name):
+        sizes = {**dict(zip("pm", self.totals, strict=True)), "v": self.v, "place": rank + 1}
+        for *pair, at_once in other_waiting(self.name):
             waits, weights = (n.bind(sizes) for n in pair)
             if later:  # everything left except the running one
-                every = smaller(waits + weights, self.m * self.v - reached(self.name).bind(sizes) - 1)
-                weights = smaller(weights, every) if weights else ZERO
-                waits = every - weights
+                remaining = smaller(waits + weights, self.m * self.v - until_each_chunk(self.name).bind(sizes) - 1)
+                weights = smaller(weights, remaining) if weights else ZERO
+                waits = remaining - weights
             # chunks that await their backward pass beyond the groups that the pass itself goes through
             beyond = waits - (self.v - 1)
             before, behind = (
-                self.of_end(at_end, sizes) if there and self.v != ONE else (beyond, weights)
-                for there, at_end in ((first, False), (last, True))
+                self.end_waiting(at_end, sizes) if present and self.v != ONE else (beyond, weights)
+                for present, at_end in ((first, False), (last, True))
             )
             yield (beyond, weights, *before, *behind, ONE if at_once else ZERO)
 
-    def of_end(self, last: bool, sizes: Mapping[str, Poly]) -> tuple[Poly, Poly]:
+    def end_waiting(self, last: bool, sizes: Mapping[str, Poly]) -> tuple[Poly, Poly]:
         """Return the numbers of waiting micro-batches of an end of the model, without the running one."""
-        waits, weights = (n.bind(sizes) for n in of_end(self.name, last))
+        waits, weights = (n.bind(sizes) for n in end_stage_peaks(self.name, last))
         return waits - 1, weights
 
-    def ends(self, *, first: bool, last: bool, turns: bool) -> tuple[Poly, Poly]:
+    def ends(self, *, first: bool, last: bool, turning: bool) -> tuple[Poly, Poly]:
         """Return the micro-batches waiting at the last forward, in groups that receive nothing and that send nothing.
 
         These are the first and last group of the model; on the rank where a folded pipeline turns, its own second and
@@ -768,13 +791,16 @@ class RankOrder:
         """
         if self.v == ONE:  # a single group per rank
             return ZERO, ZERO
-        folded, sizes = self.made.folded, {**dict(zip("pm", self.whole, strict=True)), "v": self.v}
-        if folded and turns and not last:
-            found = at_last(self.name, -1, "last"), at_last(self.name, 0, "last")
+        folded, sizes = self.schedule.folded, {**dict(zip("pm", self.totals, strict=True)), "v": self.v}
+        if folded and turning and not last:
+            counts = waiting_at_last_forward(self.name, -1, "last"), waiting_at_last_forward(self.name, 0, "last")
         else:
-            found = at_last(self.name, 0, "first"), at_last(self.name, -1, "first" if folded else "last")
-        return found[0].bind(sizes), found[1].bind(sizes)
+            counts = (
+                waiting_at_last_forward(self.name, 0, "first"),
+                waiting_at_last_forward(self.name, -1, "first" if folded else "last"),
+            )
+        return counts[0].bind(sizes), counts[1].bind(sizes)
 
 
 #: Micro-batches, ranks, groups and a rank for which every schedule has all its phases.
-_SOME = (12, 4, 2, 1)
+_EXAMPLE = (12, 4, 2, 1)

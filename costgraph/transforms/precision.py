@@ -58,7 +58,7 @@ __all__ = [
     "find_policy",
     "CarryDtypes",
     "KindDtypes",
-    "common",
+    "common_dtype",
     "is_float",
     "Retyper",
     "ScaledRetyper",
@@ -117,12 +117,12 @@ def autocast_list(device: str, low: str) -> dict[str, str]:
     return dict.fromkeys(_LOWER, low) | dict.fromkeys(_FP32[device], "fp32")
 
 
-def casts_inside(device: str, name: str, given: str) -> bool:
+def casts_inside(device: str, name: str, dtype: str) -> bool:
     """Whether torch's kernel converts its input while reading, so that no cast is launched."""
     if device != "cuda":
         return False
     return name in ("sum", "prod", "concat") or (
-        name in ("softmax", "log_softmax", "cross_entropy") and given == "fp16"
+        name in ("softmax", "log_softmax", "cross_entropy") and dtype == "fp16"
     )
 
 
@@ -134,10 +134,10 @@ def word(op: Op) -> str:
                 return "mul"
             return "conv" if any(isinstance(d, Affine) for o in pattern.operands for d in o) else "matmul"
         case Kernel(body=body):
-            found = family(body)
-            if found == "log_softmax" and _is_loss(op):
+            kernel_name = family(body)
+            if kernel_name == "log_softmax" and _is_loss(op):
                 return "cross_entropy"
-            return found or body.name
+            return kernel_name or body.name
         case Pointwise(function=function):
             return function.name
         case Reduce(operation=operation):
@@ -160,7 +160,7 @@ def family(body: Graph) -> str | None:
 
     Names are unreliable: a softmax may be called anything. Casts and views inside are ignored.
     """
-    words = [_inner(op) for op in body.walk() if op.body is None]
+    words = [_inner_word(op) for op in body.walk() if op.body is None]
     used = set(words) - _VIEWS
     products = words.count("matmul") + words.count("conv")
     if products == 1 and used <= {"matmul", "conv", "add"}:
@@ -169,26 +169,26 @@ def family(body: Graph) -> str | None:
         return "attention"
     if used in (_SOFTMAX | {"div"}, _SOFTMAX | {"log"}):
         return "softmax" if "div" in used else "log_softmax"
-    if {"sub", "mul", "rsqrt"} <= used <= _NORM | {"lerp"} and ("mean" not in used or _over_the_batch(body)):
+    if {"sub", "mul", "rsqrt"} <= used <= _NORM | {"lerp"} and ("mean" not in used or _is_per_channel(body)):
         return "batch_norm"
     if "mean" in used and "mul" in used and used & {"rsqrt", "sqrt"} and used <= _NORM:
         return "norm"
     return "nll" if used in ({"along", "mean", "neg"}, {"along", "mean"}) else None
 
 
-def _over_the_batch(body: Graph) -> bool:
+def _is_per_channel(body: Graph) -> bool:
     """Whether means are taken over the first axis and a later one is kept: per channel, not per row."""
     patterns = [op.kind.pattern for op in body.ops if isinstance(op.kind, Reduce)]
     return any(p.result_names and p.operands[0][0].names[0] not in p.result_names for p in patterns)
 
 
-def _inner(op: Op) -> str:
+def _inner_word(op: Op) -> str:
     return ("along" if op.kind.batch else "rows") if isinstance(op.kind, Gather) else word(op)
 
 
 # -- policies ----------------------------------------------------------------------------------------------------------
 
-_SINGLE = ("params", "compute", "grads", "master", "moments", "matmul", "grad_matmul")
+_FORMAT_FIELDS = ("params", "compute", "grads", "master", "moments", "matmul", "grad_matmul")
 
 
 class ParamFormats(NamedTuple):
@@ -272,23 +272,23 @@ class Policy:
         place = f"policy {self.name!r}"
         need_flag(place, loss_scaling=self.loss_scaling)
         need_choice(f"{place}: autocast_device", self.autocast_device, DEVICES)
-        for key in _SINGLE:
+        for key in _FORMAT_FIELDS:
             if getattr(self, key) is not None:
-                object.__setattr__(self, key, _format(f"{place}: {key}", getattr(self, key)))
+                object.__setattr__(self, key, _format_name(f"{place}: {key}", getattr(self, key)))
         for key in ("matmul", "grad_matmul"):
-            given = getattr(self, key)
-            if given is not None and (DTYPES[given].bits > 8 or DTYPES[given].scale or DTYPES[given].codes):
+            value = getattr(self, key)
+            if value is not None and (DTYPES[value].bits > 8 or DTYPES[value].scale or DTYPES[value].codes):
                 raise FormatError(
-                    f"{place}: {key} {given!r}, expected a format of 8 bits or fewer without block scales"
+                    f"{place}: {key} {value!r}, expected a format of 8 bits or fewer without block scales"
                 )
         for key in ("autocast", "scopes"):
-            given = getattr(self, key)
-            if given is None and key == "autocast":
+            value = getattr(self, key)
+            if value is None and key == "autocast":
                 continue
-            if not isinstance(given, Mapping) or not all(isinstance(k, str) for k in given):
-                raise GraphError(f"{place}: {key} {shown(given)}, expected a mapping of names to formats")
-            found = {k: _format(f"{place}: {key} {k!r}", v) for k, v in given.items()}
-            object.__setattr__(self, key, MappingProxyType(found))
+            if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
+                raise GraphError(f"{place}: {key} {shown(value)}, expected a mapping of names to formats")
+            formats = {k: _format_name(f"{place}: {key} {k!r}", v) for k, v in value.items()}
+            object.__setattr__(self, key, MappingProxyType(formats))
 
     def __reduce__(self) -> tuple[object, ...]:
         # a read-only view of a mapping cannot be pickled
@@ -302,8 +302,8 @@ class Policy:
 
     def scope_format(self, name: str) -> DType | None:
         """Return the format of the innermost policy scope that contains a name, None if there is none."""
-        found = [s for s in self.scopes if name == s or name.startswith(f"{s}/")]
-        return find_dtype(self.scopes[max(found, key=len)]) if found else None
+        scopes = [s for s in self.scopes if name == s or name.startswith(f"{s}/")]
+        return find_dtype(self.scopes[max(scopes, key=len)]) if scopes else None
 
     def formats_of(self, param: Tensor) -> ParamFormats:
         """Return the formats of a parameter in a graph made by `apply_precision` with this policy.
@@ -326,25 +326,25 @@ class Policy:
         """
         if not isinstance(param, Tensor) or param.role != "param":
             raise GraphError(f"policy {self.name!r}: formats of {shown(param)}, expected a parameter")
-        own = param.dtype
-        grad = own if self.grads is None else find_dtype(self.grads)
-        if self.params is not None and own.name != self.params:
-            grad = promote(own, grad)
+        dtype = param.dtype
+        grad = dtype if self.grads is None else find_dtype(self.grads)
+        if self.params is not None and dtype.name != self.params:
+            grad = promote(dtype, grad)
         master = None if self.master is None else find_dtype(self.master)
-        if master is not None and promote(own, master) == own:
+        if master is not None and promote(dtype, master) == dtype:
             master = None
-        moments = find_dtype(self.moments) if self.moments is not None else master or own
-        return ParamFormats(own, grad, master, moments)
+        moments = find_dtype(self.moments) if self.moments is not None else master or dtype
+        return ParamFormats(dtype, grad, master, moments)
 
 
-def _format(place: str, value: object) -> str:
+def _format_name(place: str, value: object) -> str:
     try:
-        found = find_dtype(value)
+        dtype = find_dtype(value)
     except CostGraphError as error:
         raise FormatError(f"{place}: {error}") from None
-    if found.kind != "float":
-        raise FormatError(f"{place}: {found.name!r}, expected a floating format")
-    return found.name
+    if dtype.kind != "float":
+        raise FormatError(f"{place}: {dtype.name!r}, expected a floating format")
+    return dtype.name
 
 
 def _mixed(name: str, device: str, low: str) -> Policy:
@@ -420,7 +420,7 @@ def find_policy(policy: object, *, autocast_device: str | None = None) -> Policy
     if isinstance(policy, Policy):
         if autocast_device not in (None, policy.autocast_device):
             raise GraphError(
-                f"policy {policy.name!r}: autocast_device {device!r}, expected it stated in the policy, which has "
+                f"policy {policy.name!r}: autocast_device {device!r} differs from the policy's own "
                 f"{policy.autocast_device!r}"
             )
         return policy
@@ -441,7 +441,7 @@ def is_float(t: Tensor) -> bool:
     return t.dtype.kind == "float"
 
 
-def common(tensors: Sequence[Tensor]) -> DType:
+def common_dtype(tensors: Sequence[Tensor]) -> DType:
     """Return the common format of tensors, by torch's type promotion."""
     return fold(promote, (t.dtype for t in tensors if is_float(t)))
 
@@ -458,93 +458,95 @@ class CarryDtypes:
 
     def __init__(self) -> None:
         self.settled: dict[tuple[Op, int], DType] = {}
-        self.seen: dict[tuple[Op, int], list[DType]] = {}
+        self.history: dict[tuple[Op, int], list[DType]] = {}
         self.changed = False
 
     def settle(self, op: Op, i: int, entry: DType, after: DType) -> None:
         """Record a body whose carry-out has another format than its carry-in."""
-        seen = self.seen.setdefault((op, i), [entry])
+        history = self.history.setdefault((op, i), [entry])
         # if the formats alternate, settle on a lossless one
-        wanted = fold(promote, seen, after) if after in seen else after
-        if wanted != entry:
-            self.settled[op, i] = wanted
+        dtype = fold(promote, history, after) if after in history else after
+        if dtype != entry:
+            self.settled[op, i] = dtype
             self.changed = True
-        if after not in seen:
-            seen.append(after)
+        if after not in history:
+            history.append(after)
 
 
 class KindDtypes:
     """Updates the formats in op records to match rewritten operands and policy scopes.
 
-    `default` is the default format of the old graph, `base` its replacement, and `given` the format of each formal of
-    the old graph.
+    `default` is the default format of the old graph, `base` its replacement, and `formal_dtypes` the format of each
+    formal of the old graph.
     """
 
-    def __init__(self, policy: Policy, default: DType, base: DType, given: Mapping[Tensor, DType]) -> None:
-        self.policy, self.default, self.base, self.given = policy, default, base, given
+    def __init__(self, policy: Policy, default: DType, base: DType, formal_dtypes: Mapping[Tensor, DType]) -> None:
+        self.policy, self.default, self.base, self.formal_dtypes = policy, default, base, formal_dtypes
 
     def of(self, op: Op, operands: Sequence[Tensor]) -> OpKind:
         """Return the record of an op for other operands; bodies are unchanged."""
         kind = op.kind
         if isinstance(kind, Opaque):
-            return replace(kind, outputs=self._stated(op, kind, operands))
+            return replace(kind, outputs=self._opaque_outputs(op, kind, operands))
         if isinstance(kind, Einsum):
             return self._contraction(op, kind, operands)
         if isinstance(kind, Pointwise) and kind.inplace and kind.dtype is None:
-            own = operands[0].dtype
-            mixed = own.kind == "float" and any(t.dtype != own for t in operands[1:])
-            return replace(kind, dtype=own) if mixed else kind  # an in-place op keeps the format of its operand
-        changed: dict[str, Any] = {
-            name: self._same_as(op, v) if isinstance(v, DType) else self._declared(v, op)
+            dtype = operands[0].dtype
+            mixed = dtype.kind == "float" and any(t.dtype != dtype for t in operands[1:])
+            return replace(kind, dtype=dtype) if mixed else kind  # an in-place op keeps the format of its operand
+        new_fields: dict[str, Any] = {
+            name: self._replace_dtype(op, v) if isinstance(v, DType) else self._replace_default(v, op)
             for name, v in kind.stated().items()
         }
-        return replace(kind, **changed)
+        return replace(kind, **new_fields)
 
     def _contraction(self, op: Op, kind: Einsum, operands: Sequence[Tensor]) -> Einsum:
         old = kind.dtype
         new = _derived(operands) if old == _derived(op.operands) else None
-        dtype = self._same_as(op, old) if new is None else new
+        dtype = self._replace_dtype(op, old) if new is None else new
         return replace(kind, dtype=dtype, workspace=kind.workspace * dtype.bits / old.bits)
 
-    def _same_as(self, op: Op, stated: DType) -> DType:
+    def _replace_dtype(self, op: Op, dtype: DType) -> DType:
         """Return the new format for one that an op states: inside a kernel, that of the operand that had it."""
         graph = op.graph
         while graph.fused and graph.formals:
             for i, f in enumerate(graph.formals):
-                if f.dtype == stated and (i == 0 or stated == self.default):
-                    return self.given[f]
+                if f.dtype == dtype and (i == 0 or dtype == self.default):
+                    return self.formal_dtypes[f]
             if graph.parent is None:
                 break
             graph = graph.parent
-        return self._declared(stated, op)  # type: ignore[no-any-return]  # a format stays one
+        return self._replace_default(dtype, op)  # type: ignore[no-any-return]  # a format stays one
 
-    def _declared(self, value: Any, op: Op) -> Any:
+    def _replace_default(self, value: Any, op: Op) -> Any:
         """Replace the default format in a value by the policy's."""
         if isinstance(value, DType):
-            own = self.policy.scope_format(op.name)
-            return (own or self.base) if value == self.default and value.kind == "float" else value
+            scope_dtype = self.policy.scope_format(op.name)
+            return (scope_dtype or self.base) if value == self.default and value.kind == "float" else value
         if isinstance(value, tuple):
-            return tuple(self._declared(v, op) for v in value)
+            return tuple(self._replace_default(v, op) for v in value)
         if isinstance(value, Mapping):
-            return {k: self._declared(v, op) for k, v in value.items()}
+            return {k: self._replace_default(v, op) for k, v in value.items()}
         return value
 
-    def _stated(self, op: Op, kind: Opaque, operands: Sequence[Tensor]) -> tuple[tuple[Sizes, DType], ...]:
+    def _opaque_outputs(self, op: Op, kind: Opaque, operands: Sequence[Tensor]) -> tuple[tuple[Sizes, DType], ...]:
         """Return the outputs of an opaque op; the default format becomes that of the operands that had it."""
         default = self.default
-        given = [t for old, t in zip(op.operands, operands, strict=True) if old.dtype == default and is_float(t)]
-        own = common(given) if given else self._declared(default, op)
-        outputs = tuple((sizes, own if dtype == default else dtype) for sizes, dtype in kind.outputs)
-        before = [t.dtype for t in op.operands], [t.dtype for t in op.results]
-        for what, amounts, old, new in (
-            ("reads", kind.bytes_read, before[0], [t.dtype for t in operands]),
-            ("writes", kind.bytes_written, before[1], [dtype for _, dtype in outputs]),
+        default_operands = [
+            t for old, t in zip(op.operands, operands, strict=True) if old.dtype == default and is_float(t)
+        ]
+        new_default = common_dtype(default_operands) if default_operands else self._replace_default(default, op)
+        outputs = tuple((sizes, new_default if dtype == default else dtype) for sizes, dtype in kind.outputs)
+        old_dtypes = [t.dtype for t in op.operands], [t.dtype for t in op.results]
+        for access, byte_counts, old, new in (
+            ("reads", kind.bytes_read, old_dtypes[0], [t.dtype for t in operands]),
+            ("writes", kind.bytes_written, old_dtypes[1], [dtype for _, dtype in outputs]),
         ):
-            if amounts is not None and old != new:
+            if byte_counts is not None and old != new:
                 raise UnsupportedError(
-                    f"opaque {op.name!r}: states the bytes that it {what}, of formats that go from "
-                    f"{', '.join(d.name for d in old)} to {', '.join(d.name for d in new)}; expected none stated, or a "
-                    f"policy that keeps its formats"
+                    f"opaque {op.name!r}: states the bytes that it {access}, but the policy changes its formats from "
+                    f"{', '.join(d.name for d in old)} to {', '.join(d.name for d in new)}; expected no stated bytes, "
+                    f"or a policy that keeps its formats"
                 )
         return outputs
 
@@ -560,18 +562,18 @@ class Retyper(Rewriter):
         self.policy, self.carries = policy, carries
         self.default = old.dtype
         self.base = old.dtype if policy.compute is None else DTYPES[policy.compute]
-        self.given: dict[Tensor, DType] = {}
+        self.formal_dtypes: dict[Tensor, DType] = {}
         """Format of each formal in the old graph."""
-        self.records = KindDtypes(policy, self.default, self.base, self.given)
+        self.records = KindDtypes(policy, self.default, self.base, self.formal_dtypes)
         self.sources: dict[Tensor, Tensor] = {}
         """Outer tensor of a formal, if the same in all iterations."""
         self.slices: dict[Tensor, Tensor] = {}
         """Parameter that a formal slices, one storage per iteration."""
-        self.cached: dict[tuple[Tensor, DType], Any] = {}
+        self.param_casts: dict[tuple[Tensor, DType], Any] = {}
         """Casts of parameters, each made once."""
         self.scoped: set[Tensor] = set()
         """Results of ops, and parameters, in a scope with its own format."""
-        self.exact = exact(old) | _made_in_a_format(old)
+        self.exact = exact(old) | _explicit_dtype_ops(old)
         """Ops that keep their formats: integer-only ones, and those with an explicit dtype in the program."""
         self.kernels: list[Op] = []
         """Kernels, outermost first, whose body is copied without autocast."""
@@ -580,18 +582,18 @@ class Retyper(Rewriter):
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
         """Copy a source, changing the default format to the policy's."""
-        made = super().source(old, new, suffix)
+        copied = super().source(old, new, suffix)
         if old.dtype == self.default and is_float(old):
             scope = self.policy.scope_format(old.name)
             if old.role == "param":
                 params = self.policy.params
-                wanted = scope or (old.dtype if params is None else DTYPES[params])
+                dtype = scope or (old.dtype if params is None else DTYPES[params])
             else:
-                wanted = scope or self.base
-            _give_format(made, wanted)
+                dtype = scope or self.base
+            _set_dtype(copied, dtype)
             if scope is not None:
-                self.scoped.add(made)
-        return made
+                self.scoped.add(copied)
+        return copied
 
     def leaf(self, t: Tensor) -> Tensor:
         """Return the tensor outside all bodies that a formal stands for."""
@@ -607,40 +609,40 @@ class Retyper(Rewriter):
 
     # -- casts ---------------------------------------------------------------------------------------------------
 
-    def cast(self, t: Tensor, wanted: DType, graph: Graph, name: str) -> Tensor:
+    def cast(self, t: Tensor, dtype: DType, graph: Graph, name: str) -> Tensor:
         """Add a cast."""
-        made: Tensor = graph.add_op(Pointwise(function=FUNCTIONS["cast"], dtype=wanted), [t], name).results[0]
-        return made
+        result: Tensor = graph.add_op(Pointwise(function=FUNCTIONS["cast"], dtype=dtype), [t], name).results[0]
+        return result
 
-    def once(self, t: Tensor, key: DType, make: Callable[[Graph, Tensor, str], Any]) -> Any:
+    def cached_for_param(self, t: Tensor, key: DType, make: Callable[[Graph, Tensor, str], Any]) -> Any:
         """Return a parameter's cached replacement, made in the graph that declares it."""
         leaf = self.leaf(t)
-        if (leaf, key) not in self.cached:
+        if (leaf, key) not in self.param_casts:
             name = self.slices.get(leaf, leaf).name
-            self.cached[leaf, key] = make(leaf.graph, leaf, name)
-        return self.cached[leaf, key]
+            self.param_casts[leaf, key] = make(leaf.graph, leaf, name)
+        return self.param_casts[leaf, key]
 
-    def converted(self, t: Tensor, wanted: DType, op: Op, new: Graph) -> Tensor:
+    def cast_operand(self, t: Tensor, dtype: DType, op: Op, new: Graph) -> Tensor:
         """Cast a tensor, reusing a parameter's cached cast."""
-        if self._is_kept(t, wanted, op) and not new.fused:
-            made: Tensor = self.once(
-                t, wanted, lambda graph, leaf, name: self.cast(leaf, wanted, graph, f"{name}.cast")
+        if self._caches_cast(t, dtype, op) and not new.fused:
+            result: Tensor = self.cached_for_param(
+                t, dtype, lambda graph, leaf, name: self.cast(leaf, dtype, graph, f"{name}.cast")
             )
-            return made
-        return self.cast(t, wanted, new, f"{op.scope}/cast" if op.scope else "cast")
+            return result
+        return self.cast(t, dtype, new, f"{op.scope}/cast" if op.scope else "cast")
 
-    def _is_kept(self, t: Tensor, wanted: DType, op: Op) -> bool:
+    def _caches_cast(self, t: Tensor, dtype: DType, op: Op) -> bool:
         leaf = self.param(t)
         if leaf is None:
             return False
         if self.policy.autocast is None or self.policy.scope_format(op.name) is not None:
             return True
         # torch caches only casts to narrower dtypes, of leaves that require grad
-        return self.slices.get(leaf, leaf).requires_grad and wanted.bits < leaf.dtype.bits
+        return self.slices.get(leaf, leaf).requires_grad and dtype.bits < leaf.dtype.bits
 
     # -- ops -----------------------------------------------------------------------------------------------------
 
-    def listed(self, op: Op) -> DType | None:
+    def autocast_dtype(self, op: Op) -> DType | None:
         """Return the format that autocast runs an op in, None if it is not listed."""
         table = self.policy.autocast
         if table is None or op.kind.overwrites():  # autocast skips in-place ops
@@ -649,33 +651,33 @@ class Retyper(Rewriter):
         keys = [name, FALLBACK.get(name, "")]
         if op.body is not None:
             keys.insert(0, op.body.name)
-        found = next((table[k] for k in keys if k in table), None)
-        return None if found is None else DTYPES[found]
+        dtype = next((table[k] for k in keys if k in table), None)
+        return None if dtype is None else DTYPES[dtype]
 
-    def wanted(self, op: Op, old: Tensor, t: Tensor) -> DType | None:
+    def operand_dtype(self, op: Op, old: Tensor, t: Tensor) -> DType | None:
         """Return the format that an op needs an operand in, None for its current one."""
         if not is_float(t):
             return None
-        follows = old.dtype == self.default
+        is_default = old.dtype == self.default
         scope = self.policy.scope_format(op.name)
         if scope is not None:
-            return scope if follows else None
+            return scope if is_default else None
         if self.policy.autocast is not None:
-            return None if t.dtype.name == "fp64" else self.listed(op)
-        return self.base if follows and (self.param(t) is not None or t in self.scoped) else None
+            return None if t.dtype.name == "fp64" else self.autocast_dtype(op)
+        return self.base if is_default and (self.param(t) is not None or t in self.scoped) else None
 
     def operands(self, op: Op, new: Graph) -> list[Tensor]:
         """Return an op's rewritten operands, cast where needed."""
         tensors = [self.tensors[t] for t in op.operands]
         if self.kernels:
             return tensors
-        done: dict[Tensor, Tensor] = {}
+        casts: dict[Tensor, Tensor] = {}
         for i, (old, t) in enumerate(zip(op.operands, tensors, strict=True)):
-            wanted = None if i == 0 and op.kind.overwrites() else self.wanted(op, old, t)
-            if wanted is not None and wanted != t.dtype:
-                if t not in done:
-                    done[t] = self.converted(t, wanted, op, new)
-                tensors[i] = done[t]
+            dtype = None if i == 0 and op.kind.overwrites() else self.operand_dtype(op, old, t)
+            if dtype is not None and dtype != t.dtype:
+                if t not in casts:
+                    casts[t] = self.cast_operand(t, dtype, op, new)
+                tensors[i] = casts[t]
         return tensors
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
@@ -687,151 +689,161 @@ class Retyper(Rewriter):
         elif isinstance(op.kind, Kernel):
             self._kernel(op, op.kind, new)
         elif isinstance(op.kind, KeepAlive) and op.kind.asked is not None:
-            self._asked(op, op.kind, op.kind.asked, new)
+            self._requested_cast(op, op.kind, op.kind.asked, new)
         else:
             self._plain(op, new)
         if self.policy.scope_format(op.name) is not None and not self.kernels:
             self.scoped.update(self.tensors[t] for t in op.results)
 
     def _plain(self, op: Op, new: Graph) -> None:
-        inside = self._inside(op, new)
-        if inside is not None:
-            self._with_casts(op, new, [self.tensors[t] for t in op.operands], inside)
+        kernel_dtype = self._converted_inside(op, new)
+        if kernel_dtype is not None:
+            self._with_casts(op, new, [self.tensors[t] for t in op.operands], kernel_dtype)
             return
         operands = self.operands(op, new)
-        if self._is_idle(op, operands[0] if operands else None):
+        if self._is_redundant_cast(op, operands[0] if operands else None):
             self.tensors[op.results[0]] = operands[0]
             return
         if isinstance(op.kind, Concat | Scatter) and len({t.dtype for t in operands if is_float(t)}) > 1:
-            own = operands[0].dtype if op.kind.overwrites() else common(operands)
-            if casts_inside(self.policy.autocast_device, word(op), own.name) and not new.fused:
-                self._with_casts(op, new, operands, own)
+            target_dtype = operands[0].dtype if op.kind.overwrites() else common_dtype(operands)
+            if casts_inside(self.policy.autocast_device, word(op), target_dtype.name) and not new.fused:
+                self._with_casts(op, new, operands, target_dtype)
                 return
-            operands = [self.converted(t, own, op, new) if is_float(t) and t.dtype != own else t for t in operands]
+            operands = [
+                self.cast_operand(t, target_dtype, op, new) if is_float(t) and t.dtype != target_dtype else t
+                for t in operands
+            ]
         self.add(op, self.records.of(op, operands), operands, new)
 
-    def _asked(self, op: Op, kind: KeepAlive, asked: DType, new: Graph) -> None:
+    def _requested_cast(self, op: Op, kind: KeepAlive, requested: DType, new: Graph) -> None:
         """Add a cast that the program requests; under autocast a default-format request keeps the current format."""
         (t,) = (self.tensors[t] for t in op.operands)
-        follows = not kind.fixed and asked == self.default
-        wanted = asked if not follows else self.base if self.policy.autocast is None else t.dtype
-        if wanted == t.dtype:
-            self.add(op, replace(kind, asked=wanted), [t], new)
+        is_default = not kind.fixed and requested == self.default
+        dtype = requested if not is_default else self.base if self.policy.autocast is None else t.dtype
+        if dtype == t.dtype:
+            self.add(op, replace(kind, asked=dtype), [t], new)
         else:
-            self.add(op, Pointwise(function=FUNCTIONS["cast"], dtype=wanted), [t], new)
+            self.add(op, Pointwise(function=FUNCTIONS["cast"], dtype=dtype), [t], new)
 
-    def _inside(self, op: Op, new: Graph) -> DType | None:
+    def _converted_inside(self, op: Op, new: Graph) -> DType | None:
         """Return the format that a torch kernel converts to while reading, None if it does not."""
         if self.kernels or new.fused or self.policy.scope_format(op.name) is not None:
             return None
-        listed = self.listed(op)
-        given = self.tensors[op.operands[0]] if op.operands else None
-        if listed is None or given is None or not is_float(given) or given.dtype.bits >= listed.bits:
+        dtype = self.autocast_dtype(op)
+        first = self.tensors[op.operands[0]] if op.operands else None
+        if dtype is None or first is None or not is_float(first) or first.dtype.bits >= dtype.bits:
             return None
-        return listed if casts_inside(self.policy.autocast_device, word(op), given.dtype.name) else None
+        return dtype if casts_inside(self.policy.autocast_device, word(op), first.dtype.name) else None
 
-    def _with_casts(self, op: Op, new: Graph, operands: Sequence[Tensor], wanted: DType) -> None:
+    def _with_casts(self, op: Op, new: Graph, operands: Sequence[Tensor], dtype: DType) -> None:
         """Add an op together with the casts of its operands as one kernel."""
         body = new.start_body(word(op), fused=True)
-        read = [body.adopt(t) for t in operands]  # captured in operand order
-        inner = [self.cast(t, wanted, body, f"{op.name}/cast") if t.dtype != wanted else t for t in read]
-        made = body.add_op(self.records.of(op, inner), inner, f"{op.name}/{word(op)}", op.phase)
-        body.outputs += made.results
+        formals = [body.adopt(t) for t in operands]  # captured in operand order
+        inner = [self.cast(t, dtype, body, f"{op.name}/cast") if t.dtype != dtype else t for t in formals]
+        new_op = body.add_op(self.records.of(op, inner), inner, f"{op.name}/{word(op)}", op.phase)
+        body.outputs += new_op.results
         self.add(op, Kernel(body=body, backward="ops"), body.captured, new)
 
-    def _is_idle(self, op: Op, t: Tensor | None) -> bool:
+    def _is_redundant_cast(self, op: Op, t: Tensor | None) -> bool:
         """Whether a cast has become redundant. A result of a body keeps its own storage."""
         if word(op) != "cast" or t is None:
             return False
         kind = self.records.of(op, [t])
         if not isinstance(kind, Pointwise) or kind.dtype != t.dtype:
             return False
-        handed = op.graph.parent is not None and op.results[0] in op.graph.outputs
-        return not handed or (t.role == "activation" and not t.is_view and op.graph.fused)
+        is_output = op.graph.parent is not None and op.results[0] in op.graph.outputs
+        return not is_output or (t.role == "activation" and not t.is_view and op.graph.fused)
 
     # -- bodies --------------------------------------------------------------------------------------------------
 
     def _kernel(self, op: Op, kind: Kernel, new: Graph) -> None:
-        known = family(kind.body) is not None
-        inside = self._inside(op, new)
+        is_known = family(kind.body) is not None
+        kernel_dtype = self._converted_inside(op, new)
         operands = [self.tensors[t] for t in op.operands]
-        whole = bool(
+        as_one = bool(
             self.kernels
-            or known
-            or self.listed(op)
+            or is_known
+            or self.autocast_dtype(op)
             or self.policy.autocast is None
             or self.policy.scope_format(op.name)
         )
         # other kernels are compiled from ops that autocast has handled one by one
-        if whole:
-            operands = operands if inside is not None else self.operands(op, new)
+        if as_one:
+            operands = operands if kernel_dtype is not None else self.operands(op, new)
             self.kernels.append(op)
-        body, operands = self._body(op, new, operands, inside)
-        if whole:
+        body, operands = self._body(op, new, operands, kernel_dtype)
+        if as_one:
             self.kernels.pop()
-        if known and inside is None:
-            self._like_the_first(op, kind.body, body)
+        if is_known and kernel_dtype is None:
+            self._restore_result_dtypes(op, kind.body, body)
         self.add(op, replace(kind, body=body), operands, new)
 
-    def _like_the_first(self, op: Op, old: Graph, body: Graph) -> None:
+    def _restore_result_dtypes(self, op: Op, old: Graph, body: Graph) -> None:
         """Return results in the format of the first operand where the old kernel did, as torch's kernels do.
 
         Later results, sums and statistics, keep the kernel's format, in attention at least fp32. Norms on a CPU return
         them in the format of all operands if that is unique.
         """
-        first, wanted, name = old.formals[0].dtype, self.given[old.formals[0]], family(old)
-        alike = all(self.given[f] == wanted for f in old.formals if f.dtype == first)
-        on_a_cpu = alike and op.call is not None and not op.call.rule and name in _NORMS
-        for i, before in enumerate(old.outputs):
+        first, new_first, name = old.formals[0].dtype, self.formal_dtypes[old.formals[0]], family(old)
+        is_unique = all(self.formal_dtypes[f] == new_first for f in old.formals if f.dtype == first)
+        all_results = is_unique and op.call is not None and not op.call.rule and name in _NORMS
+        for i, old_output in enumerate(old.outputs):
             t = body.outputs[i]
-            asked = wanted if not i or on_a_cpu else promote(t.dtype, DTYPES["fp32"]) if name == "attention" else None
-            if asked is not None and before.dtype == first and t.dtype != asked and is_float(t):
-                body.outputs[i] = self.cast(t, asked, body, f"{t.name}.cast")
+            dtype = (
+                new_first if not i or all_results else promote(t.dtype, DTYPES["fp32"]) if name == "attention" else None
+            )
+            if dtype is not None and old_output.dtype == first and t.dtype != dtype and is_float(t):
+                body.outputs[i] = self.cast(t, dtype, body, f"{t.name}.cast")
 
     def _body(
-        self, op: Op, new: Graph, operands: Sequence[Tensor], inside: DType | None = None
+        self, op: Op, new: Graph, operands: Sequence[Tensor], kernel_dtype: DType | None = None
     ) -> tuple[Graph, list[Tensor]]:
         """Copy a body for operands in other formats; return it with its final operands."""
         old, loop = op.body, op.loop
         assert old is not None
         carries, slices = ((), ()) if loop is None else (loop.carries, loop.slices)
-        wide = _statistics(op, operands[0]) if old.fused and operands else None
+        statistics_dtype = _statistics_dtype(op, operands[0]) if old.fused and operands else None
         body = new.start_body(old.name, fused=old.fused)
-        for i, (f, t, before) in enumerate(zip(old.formals, operands, op.operands, strict=True)):
-            made = self.formal(f, body)
-            _give_format(made, t.dtype)
+        for i, (f, t, old_operand) in enumerate(zip(old.formals, operands, op.operands, strict=True)):
+            formal = self.formal(f, body)
+            _set_dtype(formal, t.dtype)
             if f in slices:
-                self._slice(made, t, before)
+                self._slice(formal, t, old_operand)
             elif f not in carries:
-                made.strides, made.offset = t.strides, t.offset  # a cast is dense
-                self.sources[made] = t
-            self.tensors[f], self.given[f] = made, inside if inside is not None and is_float(t) else t.dtype
-            calculated = wide if i == 0 and wide is not None else self.given[f]
-            if calculated != t.dtype:
-                self.tensors[f] = self.cast(made, calculated, body, f"{op.name}/cast")
+                formal.strides, formal.offset = t.strides, t.offset  # a cast is dense
+                self.sources[formal] = t
+            self.tensors[f], self.formal_dtypes[f] = (
+                formal,
+                kernel_dtype if kernel_dtype is not None and is_float(t) else t.dtype,
+            )
+            compute_dtype = statistics_dtype if i == 0 and statistics_dtype is not None else self.formal_dtypes[f]
+            if compute_dtype != t.dtype:
+                self.tensors[f] = self.cast(formal, compute_dtype, body, f"{op.name}/cast")
         self.fill(old, body)
         body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
-        return body, self._used(old, body, operands, {*carries, *slices})
+        return body, self._drop_unused_formals(old, body, operands, {*carries, *slices})
 
-    def _slice(self, made: Tensor, t: Tensor, before: Tensor) -> None:
-        if t.strides != before.strides:
-            made.strides = t.strides[1:]
+    def _slice(self, formal: Tensor, t: Tensor, old_operand: Tensor) -> None:
+        if t.strides != old_operand.strides:
+            formal.strides = t.strides[1:]
         declared = self.slices.get(self.leaf(t), self.leaf(t))
         if declared.role == "param" and declared.storage.pieces and declared.producer is None:
-            self.slices[made] = declared
+            self.slices[formal] = declared
 
-    def _used(self, old: Graph, body: Graph, operands: Sequence[Tensor], fixed: set[Tensor]) -> list[Tensor]:
+    def _drop_unused_formals(
+        self, old: Graph, body: Graph, operands: Sequence[Tensor], fixed: set[Tensor]
+    ) -> list[Tensor]:
         """Drop formals that are read only through casts outside the body, and capture those casts."""
-        kept, formals = list[Tensor](), list[Tensor]()
-        for f, made, t in zip(old.formals, body.formals, operands, strict=False):
-            idle = f not in fixed and not any(body.successors(made)) and made not in body.outputs
-            if idle and (any(old.successors(f)) or f in old.outputs):
-                body.remove_node(made)
+        used, formals = list[Tensor](), list[Tensor]()
+        for f, formal, t in zip(old.formals, body.formals, operands, strict=False):
+            is_unused = f not in fixed and not any(body.successors(formal)) and formal not in body.outputs
+            if is_unused and (any(old.successors(f)) or f in old.outputs):
+                body.remove_node(formal)
             else:
-                kept.append(t)
-                formals.append(made)
+                used.append(t)
+                formals.append(formal)
         body.formals[:] = formals + body.formals[len(operands) :]
-        return [*kept, *body.captured]
+        return [*used, *body.captured]
 
     def _loop(self, op: Op, loop: Loop, new: Graph) -> None:
         operands = [self.tensors[t] for t in op.operands]
@@ -841,23 +853,23 @@ class Retyper(Rewriter):
                 operands[i] = self.cast(operands[i], settled, new, f"{op.name}/cast")
         body, operands = self._body(op, new, operands)
         for i in range(len(loop.starts)):
-            entry, after = operands[i].dtype, body.outputs[i]
-            if after.dtype != entry:
-                self.carries.settle(op, i, entry, after.dtype)
-                after = self.cast(after, entry, body, f"{op.name}/cast")
+            entry, carry_out = operands[i].dtype, body.outputs[i]
+            if carry_out.dtype != entry:
+                self.carries.settle(op, i, entry, carry_out.dtype)
+                carry_out = self.cast(carry_out, entry, body, f"{op.name}/cast")
             with building(body):
-                body.outputs[i] = contiguous_copy(after)
+                body.outputs[i] = contiguous_copy(carry_out)
         self.add(op, replace(loop.kind, body=body), operands, new)
 
 
-def _made_in_a_format(graph: Graph) -> set[Op]:
+def _explicit_dtype_ops(graph: Graph) -> set[Op]:
     """Return the ops that create floats from nothing, or from integers, in a dtype that the program states."""
-    asking = (op for op in graph.walk() if isinstance(op.kind, KeepAlive) and op.kind.fixed)
-    makers = (t.producer for op in asking for t in op.operands)
-    return {m for m in makers if m is not None and not any(map(is_float, m.operands))}
+    requests = (op for op in graph.walk() if isinstance(op.kind, KeepAlive) and op.kind.fixed)
+    producers = (t.producer for op in requests for t in op.operands)
+    return {m for m in producers if m is not None and not any(map(is_float, m.operands))}
 
 
-def _statistics(op: Op, x: Tensor) -> DType | None:
+def _statistics_dtype(op: Op, x: Tensor) -> DType | None:
     """Return the format in which a norm computes means and variances, at least fp32; None for other kernels."""
     assert op.body is not None
     if not is_float(x) or family(op.body) not in _NORMS:
@@ -865,16 +877,16 @@ def _statistics(op: Op, x: Tensor) -> DType | None:
     return promote(x.dtype, DTYPES["fp32"])
 
 
-def _give_format(t: Tensor, wanted: DType) -> None:
-    t.dtype = wanted
-    t.storage = Storage(t.name, t.sizes, wanted, t.role, t.storage.pieces)
+def _set_dtype(t: Tensor, dtype: DType) -> None:
+    t.dtype = dtype
+    t.storage = Storage(t.name, t.sizes, dtype, t.role, t.storage.pieces)
 
 
 # -- scaled matmuls ----------------------------------------------------------------------------------------------------
 # Linear layers in 8-bit formats, whose operands are quantized with per-tensor scales.
 
 
-def _product(op: Op) -> Op | None:
+def _matmul_of(op: Op) -> Op | None:
     """Return the contraction of an op that may be a linear layer, None if it is not."""
     if op.body is not None:
         if not isinstance(op.kind, Kernel) or family(op.body) != "addmm":
@@ -883,10 +895,10 @@ def _product(op: Op) -> Op | None:
     return op if isinstance(op.kind, Einsum) and word(op) == "matmul" and len(op.operands) == 2 else None
 
 
-def _quantize(graph: Graph, t: Tensor, name: str, wanted: DType) -> tuple[Tensor, Tensor]:
+def _quantize(graph: Graph, t: Tensor, name: str, dtype: DType) -> tuple[Tensor, Tensor]:
     """Quantize a tensor within a graph and scope."""
     with opened(graph=graph, levels=tuple(name.split("/")) if name else ()):
-        return quantize(t, wanted)
+        return quantize(t, dtype)
 
 
 class ScaledRetyper(Retyper):
@@ -895,31 +907,31 @@ class ScaledRetyper(Retyper):
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Copy an op, or replace a linear layer."""
         if not new.fused and self._is_scaled(op):
-            self._place_scaled(op, new)
+            self._add_scaled(op, new)
         else:
             super().emit(op, new, suffix)
 
     def _is_scaled(self, op: Op) -> bool:
         if self.policy.matmul is None or self.kernels or self.policy.scope_format(op.name) is not None:
             return False
-        return self.listed(op) is None and self._is_linear(op)
+        return self.autocast_dtype(op) is None and self._is_linear(op)
 
     def _is_linear(self, op: Op) -> bool:
         """Whether an op multiplies activations by a parameter, both in the default format."""
-        product = _product(op)
+        product = _matmul_of(op)
         if product is None:
             return False
-        outer = [self._outside(op, t) for t in product.operands]
+        outer = [self._outer_operand(op, t) for t in product.operands]
         if any(t is None or not is_float(t) or t.dtype.bits < 16 or not t.ndim for t in outer):
             return False
         weights = [t for t in outer if t is not None and self._is_weight(t)]
         return len(weights) == 1 and all(t.dtype == self.default for t in product.operands)
 
-    def _outside(self, op: Op, t: Tensor) -> Tensor | None:
+    def _outer_operand(self, op: Op, t: Tensor) -> Tensor | None:
         """Return the rewritten tensor for an operand of a matmul, None if the kernel computes it."""
         if op.body is None:
-            made: Tensor = self.tensors[t]
-            return made
+            operand: Tensor = self.tensors[t]
+            return operand
         if t not in op.body.formals:
             return None
         outer: Tensor = self.tensors[op.operands[op.body.formals.index(t)]]
@@ -931,22 +943,24 @@ class ScaledRetyper(Retyper):
             leaf = self.leaf(leaf.producer.operands[0])
         return self.slices.get(leaf, leaf).role == "param"
 
-    def _place_scaled(self, op: Op, new: Graph) -> None:
+    def _add_scaled(self, op: Op, new: Graph) -> None:
         """Add a linear layer with quantized operands, as one kernel with its bias."""
-        product = _product(op)
+        product = _matmul_of(op)
         assert product is not None
-        wanted = DTYPES[self.policy.matmul or ""]
+        dtype = DTYPES[self.policy.matmul or ""]
         pairs = []
         for t in product.operands:
-            outer = self._outside(op, t)
+            outer = self._outer_operand(op, t)
             assert outer is not None
             if self.param(outer) is not None:
-                pairs.append(self.once(outer, wanted, lambda graph, leaf, name: _quantize(graph, leaf, name, wanted)))
+                pairs.append(
+                    self.cached_for_param(outer, dtype, lambda graph, leaf, name: _quantize(graph, leaf, name, dtype))
+                )
             else:
-                pairs.append(_quantize(new, outer, op.scope, wanted))
+                pairs.append(_quantize(new, outer, op.scope, dtype))
         old = op.body
         body = new.start_body(SCALED_MM if old is None else old.name, fused=True)
-        y = self._multiplied(op, product, pairs, body)
+        y = self._scaled_matmul(op, product, pairs, body)
         if old is None:
             body.outputs.append(y)
         else:
@@ -954,11 +968,11 @@ class ScaledRetyper(Retyper):
         kind = Kernel(
             body=body,
             workspace=ZERO if old is None else op.workspace,
-            backward=backward_rule(self.policy.grad_matmul or wanted.name),
+            backward=backward_rule(self.policy.grad_matmul or dtype.name),
         )
         self.add(op, kind, body.captured, new)
 
-    def _multiplied(self, op: Op, product: Op, pairs: Sequence[tuple[Tensor, Tensor]], body: Graph) -> Tensor:
+    def _scaled_matmul(self, op: Op, product: Op, pairs: Sequence[tuple[Tensor, Tensor]], body: Graph) -> Tensor:
         """Multiply quantized operands and divide by their scales."""
         (x, x_scale), (w, w_scale) = pairs
         name = product.name if product is not op else f"{op.name}/matmul"
@@ -973,11 +987,11 @@ class ScaledRetyper(Retyper):
         assert old is not None
         self.tensors[product.results[0]] = y
         for f, t in zip(old.formals, op.operands, strict=True):
-            given = self.tensors[t]
-            wanted = None if f in product.operands else self.wanted(op, t, given)
-            if wanted is not None and wanted != given.dtype:
-                given = self.converted(given, wanted, op, new)
-            self.tensors[f], self.given[f] = given, given.dtype
+            operand = self.tensors[t]
+            dtype = None if f in product.operands else self.operand_dtype(op, t, operand)
+            if dtype is not None and dtype != operand.dtype:
+                operand = self.cast_operand(operand, dtype, op, new)
+            self.tensors[f], self.formal_dtypes[f] = operand, operand.dtype
         self.kernels.append(op)
         for inner in old.ops:
             if inner is not product:
@@ -1031,37 +1045,39 @@ def apply_precision(graph: Graph, policy: object, *, autocast_device: str | None
     need_graph("apply_precision", graph)
     if policy is not None:
         need_declared("apply_precision", graph, "trace the module in these formats", floats=True)
-    found = find_policy(policy, autocast_device=autocast_device)
+    resolved = find_policy(policy, autocast_device=autocast_device)
     if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
-        raise GraphError(f"apply_precision: graph {graph.name!r} has more than a forward pass, expected that alone")
-    _check_names(graph, found)
+        raise GraphError(
+            f"apply_precision: graph {graph.name!r} has more than a forward pass, expected only a forward pass"
+        )
+    _check_names(graph, resolved)
     carries = CarryDtypes()
     while True:
         carries.changed = False
-        made = ScaledRetyper(found, graph, carries).run(graph)
+        new = ScaledRetyper(resolved, graph, carries).run(graph)
         if not carries.changed:
             break
-    with made:
-        made.matmul_dtype = found.matmul_dtype or graph.matmul_dtype
-        for body in made.bodies():
-            body.dtype = graph.dtype if found.compute is None else DTYPES[found.compute]
-    return made
+    with new:
+        new.matmul_dtype = resolved.matmul_dtype or graph.matmul_dtype
+        for body in new.bodies():
+            body.dtype = graph.dtype if resolved.compute is None else DTYPES[resolved.compute]
+    return new
 
 
 def _check_names(graph: Graph, policy: Policy) -> None:
     """Raise GraphError for words and scopes that match nothing in the graph, since a typo would be ignored."""
     place = f"policy {policy.name!r}"
-    own = {word(op) for op in graph.walk() if isinstance(op.kind, Opaque)}
-    own |= {op.body.name for op in graph.walk() if op.body is not None and isinstance(op.kind, Kernel)}
+    kernel_names = {word(op) for op in graph.walk() if isinstance(op.kind, Opaque)}
+    kernel_names |= {op.body.name for op in graph.walk() if op.body is not None and isinstance(op.kind, Kernel)}
     for name in policy.autocast or ():
-        if name not in WORDS and name not in own:
-            near = get_close_matches(name, [*WORDS, *own], n=4) or [*sorted(own), *WORDS]
-            raise GraphError(f"{place}: op {shown(name)} is unknown, expected one of {', '.join(near)}")
+        if name not in WORDS and name not in kernel_names:
+            suggestions = get_close_matches(name, [*WORDS, *kernel_names], n=4) or [*sorted(kernel_names), *WORDS]
+            raise GraphError(f"{place}: op {shown(name)} is unknown, expected one of {', '.join(suggestions)}")
     names = {t.name for t in graph.params} | {op.name for g in graph.bodies() if not g.fused for op in g.ops}
     for scope in policy.scopes:
         if not any(n == scope or n.startswith(f"{scope}/") for n in names):
-            known = sorted({n.rpartition("/")[0] for n in names} - {""})
+            scopes = sorted({n.rpartition("/")[0] for n in names} - {""})
             raise GraphError(
-                f"{place}: scope {shown(scope)} holds no op or parameter of graph {graph.name!r}, expected one such as "
-                f"{', '.join(get_close_matches(scope, known, n=4, cutoff=0) or ['that of an op'])}"
+                f"{place}: scope {shown(scope)} contains no op or parameter of graph {graph.name!r}, expected one such "
+                f"as {', '.join(get_close_matches(scope, scopes, n=4, cutoff=0) or ['an op scope'])}"
             )

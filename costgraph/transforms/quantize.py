@@ -56,17 +56,17 @@ from .rewrite import Rewriter
 from .selection import Names, split_at_layers
 
 __all__ = [
-    "added_up",
-    "divided",
-    "groups",
+    "sum_groups",
+    "split_axes",
+    "group_count",
     "packing",
-    "rounded",
+    "quantize_activations",
     "row_scaled",
-    "unpacked",
-    "widened",
+    "dequantize_weight",
+    "dequantize",
     "ParamUse",
     "caches_of",
-    "left_out",
+    "skipped_names",
     "summed_axes",
     "uses_of",
     "weights_of",
@@ -81,7 +81,7 @@ __all__ = [
     "mixture_of",
     "need_common",
     "weights_format",
-    "mixed",
+    "apply_mixture",
     "quantize",
 ]
 
@@ -89,16 +89,16 @@ __all__ = [
 # -- scales and rounding -----------------------------------------------------------------------------------------------
 
 
-def divided(op: Op, pattern: Pattern, place: int) -> tuple[list[int], tuple[int, ...]]:
+def split_axes(op: Op, pattern: Pattern, operand: int) -> tuple[list[int], tuple[int, ...]]:
     """Return the axes of a matmul operand that the result has, and the summed ones."""
-    names = set(pattern.operand_names(place)) - set(pattern.result_names)
-    dims = pattern.operands[place]
+    names = set(pattern.operand_names(operand)) - set(pattern.result_names)
+    dims = pattern.operands[operand]
     summed = tuple(i for i, d in enumerate(dims) if d.names and names >= set(d.names))
     outer = [i for i in range(len(dims)) if i not in summed]
     if any(names & set(dims[i].names) for i in outer):
         raise UnsupportedError(
-            f"quantize: {op.name!r} sums a part of an axis of its activations, expected whole axes, or its weight in "
-            f"skip="
+            f"quantize: {op.name!r} sums over part of an axis of its activations, expected complete axes, or its "
+            f"weight in skip="
         )
     return outer, summed
 
@@ -108,72 +108,74 @@ def packing(stored: DType, *, scaled: bool) -> tuple[bool, bool]:
     return bool(stored.element) and len(stored.scale) > 1, scaled and bool(stored.element and stored.block)
 
 
-def unpacked(w: Tensor, wanted: DType, *, scaled: bool) -> Tensor:
+def dequantize_weight(w: Tensor, dtype: DType, *, scaled: bool) -> Tensor:
     """Dequantize a weight inside a kernel: widen it, and apply its zero points and group scales."""
     zero, scaled = packing(w.dtype, scaled=scaled)
-    w = cast(w, wanted, name="widen")
+    w = cast(w, dtype, name="widen")
     if zero:
-        w = pointwise("sub", w, 0, dtype=wanted, name="zero_point")
-    return pointwise("mul", w, 1.0, dtype=wanted, name="group_scale") if scaled else w
+        w = pointwise("sub", w, 0, dtype=dtype, name="zero_point")
+    return pointwise("mul", w, 1.0, dtype=dtype, name="group_scale") if scaled else w
 
 
-def groups(op: Op, place: int, group: int) -> Poly:
+def group_count(op: Op, operand: int, group: int) -> Poly:
     """Return the number of scale groups along the summed axes of a matmul."""
-    count: Poly = op.operands[place].sizes[1]
+    count: Poly = op.operands[operand].sizes[1]
     if isinstance(op.kind, Einsum):
         pattern, count = op.kind.pattern, ONE
-        for name in pattern.operand_names(place):
+        for name in pattern.operand_names(operand):
             count = count if name in pattern.result_names else count * op.kind.extents[name]
     return windows_along(count, 0, group)
 
 
-def added_up(y: Tensor, count: Poly, wanted: DType) -> Tensor:
+def sum_groups(y: Tensor, count: Poly, dtype: DType) -> Tensor:
     """Sum the scaled partial sums of groups, where operands are multiplied in their stored formats."""
     names = " ".join(f"a{i}" for i in range(y.ndim))
     size: Any = count
     parts = expand(y, f"{names} -> g {names}", g=size, name="groups")
-    scaled = pointwise("mul", parts, 1.0, dtype=wanted, name="group_scale")
+    scaled = pointwise("mul", parts, 1.0, dtype=dtype, name="group_scale")
     return reduce(scaled, f"g {names} -> {names}", "sum", name="group_sum")
 
 
-def widened(t: Tensor, wanted: DType, *, fused: bool) -> Tensor:
+def dequantize(t: Tensor, dtype: DType, *, fused: bool) -> Tensor:
     """Dequantize a tensor."""
     if not t.dtype.element:
-        return cast(t, wanted)
+        return cast(t, dtype)
     if fused:
-        made = cast(t, wanted)
+        dequantized = cast(t, dtype)
         if len(t.dtype.scale) > 1:
-            made = pointwise("sub", made, 0, dtype=wanted, name="zero_point")
-        return pointwise("mul", made, 1.0, dtype=wanted, name="scale")
+            dequantized = pointwise("sub", dequantized, 0, dtype=dtype, name="zero_point")
+        return pointwise("mul", dequantized, 1.0, dtype=dtype, name="scale")
     with kernel("dequantize") as body:
-        made = widened(t, wanted, fused=True)
-    return body.export(made)
+        dequantized = dequantize(t, dtype, fused=True)
+    return body.export(dequantized)
 
 
 def row_scaled(pattern: Pattern, i: int, y: Callable[[Tensor], Tensor], other: Tensor) -> Tensor:
     """Multiply by an operand with row scales: scale the result, or the other operand if rows are not summed."""
     if set(pattern.operands[i][-1].names) & set(pattern.result_names):
         return y(pointwise("mul", other, 1.0, dtype=other.dtype, name="row_scale"))
-    made = y(other)
-    return pointwise("mul", made, 1.0, dtype=made.dtype, name="row_scale")
+    product = y(other)
+    return pointwise("mul", product, 1.0, dtype=product.dtype, name="row_scale")
 
 
-def rounded(x: Tensor, outer: Sequence[int], summed: Sequence[int], wanted: DType, *, fused: bool) -> Tensor:
+def quantize_activations(
+    x: Tensor, outer: Sequence[int], summed: Sequence[int], dtype: DType, *, fused: bool
+) -> Tensor:
     """Quantize activations: absolute maximum per scale, division, multiplication and rounding."""
     if not fused:
         with kernel("quantize") as body:
-            made = rounded(x, outer, summed, wanted, fused=True)
-        return body.export(made)
+            narrow = quantize_activations(x, outer, summed, dtype, fused=True)
+        return body.export(narrow)
     names = [f"a{i}" for i in range(x.ndim)]
-    kept = ["1" if i in summed else n for i, n in enumerate(names)]
+    scale_names = ["1" if i in summed else n for i, n in enumerate(names)]
     # for block formats too: a maximum per block compares as many elements
-    largest = reduce(pointwise("abs", x), f"{' '.join(names)} -> {' '.join(kept)}", "max", name="amax")
-    scale = pointwise("div", float(wanted.max), cast(largest, "fp32"), name="scale")
+    amax = reduce(pointwise("abs", x), f"{' '.join(names)} -> {' '.join(scale_names)}", "max", name="amax")
+    scale = pointwise("div", float(dtype.max), cast(amax, "fp32"), name="scale")
     x = pointwise("clamp", pointwise("mul", x, scale, dtype=x.dtype, name="scaled"))
     if len(summed) != 1 or summed[0] != x.ndim - 1:
         right = " ".join([*(names[i] for i in outer), f"({' '.join(names[i] for i in summed)})"])
         x = rearrange(x, f"{' '.join(names)} -> {right}", name="order")
-    return cast(x, wanted)
+    return cast(x, dtype)
 
 
 # -- uses of parameters ------------------------------------------------------------------------------------------------
@@ -215,56 +217,56 @@ class Sources:
             if t in self.outer:
                 t = self.outer[t]
             elif t.producer is not None and is_view_op(t.producer):
-                axes = _before(t.producer, axes)
+                axes = _axes_before_view(t.producer, axes)
                 t = t.producer.operands[0]
             else:
                 return t, axes
 
 
-def _before(op: Op, axes: _Axes | None) -> _Axes | None:
+def _axes_before_view(op: Op, axes: _Axes | None) -> _Axes | None:
     """Express a view's axes in terms of its operand's."""
     if axes is None or isinstance(op.kind, Slice):
         return axes
     if isinstance(op.kind, Expand):
-        places = [frozenset[int]() if at is None else frozenset((at,)) for at in op.kind.kept]
+        operand_axes = [frozenset[int]() if axis is None else frozenset((axis,)) for axis in op.kind.kept]
     elif isinstance(op.kind, Rearrange) and op.kind.pattern is not None:
         pattern = op.kind.pattern
-        places = [
+        operand_axes = [
             frozenset(i for i, d in enumerate(pattern.operands[0]) if set(d.names) & set(dim.names))
             for dim in pattern.result
         ]
     elif isinstance(op.kind, Rearrange) and op.kind.merged == tuple(op.kind.split[i] for i in op.kind.order):
         if len(op.kind.order) != op.operands[0].ndim:
             return None
-        places = [frozenset((i,)) for i in op.kind.order]  # a pure permutation
+        operand_axes = [frozenset((i,)) for i in op.kind.order]  # a pure permutation
     else:
         return None
-    return tuple(frozenset[int]().union(*(places[i] for i in inner)) for inner in axes)
+    return tuple(frozenset[int]().union(*(operand_axes[i] for i in inner)) for inner in axes)
 
 
 def uses_of(graph: Graph) -> dict[Tensor, list[ParamUse]]:
     """Return each parameter's uses, seen through views and into bodies."""
     need_graph("uses", graph)
     sources = Sources(graph)
-    found: dict[Tensor, list[ParamUse]] = {t: [] for t in graph.params}
+    uses_by_param: dict[Tensor, list[ParamUse]] = {t: [] for t in graph.params}
     for op in graph.walk():
         if is_view_op(op):
             continue
-        own = () if isinstance(op.kind, Kernel) else op.operands
-        for i, t in enumerate(own if op.loop is None else (*op.loop.starts, *op.loop.xs)):
+        operands = () if isinstance(op.kind, Kernel) else op.operands
+        for i, t in enumerate(operands if op.loop is None else (*op.loop.starts, *op.loop.xs)):
             leaf, axes = sources.of(t)
-            if leaf in found:
-                found[leaf].append(_use(op, i, axes, sources))
+            if leaf in uses_by_param:
+                uses_by_param[leaf].append(_classify_use(op, i, axes, sources))
     for body in graph.bodies():
         for t in body.outputs:
             leaf, _ = sources.of(t)
-            if leaf in found and body.owner is not None:
-                found[leaf].append(ParamUse(body.owner, 0, "other"))
+            if leaf in uses_by_param and body.owner is not None:
+                uses_by_param[leaf].append(ParamUse(body.owner, 0, "other"))
     for t in graph.outputs:
         leaf, _ = sources.of(t)
-        if leaf in found:
-            found[leaf].append(ParamUse(t.producer or next(iter(graph.walk())), 0, "other"))
-    return {t: uses for t, uses in found.items() if uses}
+        if leaf in uses_by_param:
+            uses_by_param[leaf].append(ParamUse(t.producer or next(iter(graph.walk())), 0, "other"))
+    return {t: uses for t, uses in uses_by_param.items() if uses}
 
 
 def is_in(name: str, scope: str) -> bool:
@@ -272,25 +274,25 @@ def is_in(name: str, scope: str) -> bool:
     return f"/{scope}/" in f"/{name}/"
 
 
-def weights_of(graph: Graph, kept: Sequence[str], *, embeddings: bool) -> dict[Tensor, list[ParamUse]]:
+def weights_of(graph: Graph, skipped: Sequence[str], *, embeddings: bool) -> dict[Tensor, list[ParamUse]]:
     """Return the parameters that can be quantized, with their uses; raise GraphError if there are none.
 
-    `kept` are scopes and names to leave out; `embeddings` includes lookup tables.
+    `skipped` are scopes and names to leave out; `embeddings` includes lookup tables.
     """
-    found = {}
+    weights = {}
     for t, uses in uses_of(graph).items():
         products = sum(u.kind == "product" for u in uses)
-        whole = all(u.kind in ("product", "lookup") for u in uses)
-        if not whole or t.ndim < 2 or t.dtype != graph.dtype or (products < len(uses) and not embeddings):
+        quantizable = all(u.kind in ("product", "lookup") for u in uses)
+        if not quantizable or t.ndim < 2 or t.dtype != graph.dtype or (products < len(uses) and not embeddings):
             continue
-        if not any(is_in(t.name, name) for name in kept):
-            found[t] = uses
-    if not found:
+        if not any(is_in(t.name, name) for name in skipped):
+            weights[t] = uses
+    if not weights:
         raise GraphError(
-            f"quantize: graph {graph.name!r} has no weight that products with activations alone read outside "
-            f"{', '.join(kept) or 'nothing'}, expected linear layers in its default format {graph.dtype.name!r}"
+            f"quantize: graph {graph.name!r} has no weight outside {', '.join(skipped) or 'nothing'} that only "
+            f"matmuls with activations read, expected linear layers in its default format {graph.dtype.name!r}"
         )
-    return found
+    return weights
 
 
 def summed_axes(t: Tensor, uses: Sequence[ParamUse]) -> tuple[int, ...]:
@@ -298,7 +300,7 @@ def summed_axes(t: Tensor, uses: Sequence[ParamUse]) -> tuple[int, ...]:
     return next((u.summed for u in uses if u.kind == "product"), tuple(range(1, t.ndim)))
 
 
-def _use(op: Op, i: int, axes: _Axes | None, sources: Sources) -> ParamUse:
+def _classify_use(op: Op, i: int, axes: _Axes | None, sources: Sources) -> ParamUse:
     if isinstance(op.kind, Gather) and not op.kind.batch and i == 0 and len(op.operands) == 2:
         return ParamUse(op, i, "lookup")
     if (
@@ -312,12 +314,12 @@ def _use(op: Op, i: int, axes: _Axes | None, sources: Sources) -> ParamUse:
         return ParamUse(op, i, "other")
     other, _ = sources.of(op.operands[1 - i])
     pattern = op.kind.pattern
-    kept = set(pattern.result_names)
+    result_names = set(pattern.result_names)
     summed: set[int] = set()
     for dim, inner in zip(pattern.operands[i], axes, strict=True):
-        if set(dim.names) & kept and set(dim.names) - kept:
+        if set(dim.names) & result_names and set(dim.names) - result_names:
             return ParamUse(op, i, "other")
-        if dim.names and not set(dim.names) & kept:
+        if dim.names and not set(dim.names) & result_names:
             summed |= inner
     if other.role == "param" or not summed:
         return ParamUse(op, i, "other")
@@ -333,17 +335,17 @@ def caches_of(graph: Graph) -> set[Tensor]:
     They have role `cache` and a floating dtype; states of recurrences and convolutions are excluded.
     """
     sources = Sources(graph)
-    found = {t for g in graph.bodies() for t in g.tensors if t.producer is None and t.role == "cache"}
-    left = {t for t in found if t.dtype.kind == "float"}
+    caches = {t for g in graph.bodies() for t in g.tensors if t.producer is None and t.role == "cache"}
+    quantizable = {t for t in caches if t.dtype.kind == "float"}
     for op in graph.walk():
         if op.body is None:
-            left -= _states(op, sources)
+            quantizable -= _state_caches(op, sources)
         elif op.loop is not None:
-            left -= {_held(t, sources) for t in (*op.loop.starts, *op.loop.xs)}
-    return left
+            quantizable -= {_cache_of(t, sources) for t in (*op.loop.starts, *op.loop.xs)}
+    return quantizable
 
 
-def _held(t: Tensor, sources: Sources) -> Tensor:
+def _cache_of(t: Tensor, sources: Sources) -> Tensor:
     """Return the cache that a tensor views or was appended to."""
     while True:
         t, _ = sources.of(t)
@@ -352,39 +354,39 @@ def _held(t: Tensor, sources: Sources) -> Tensor:
         t = t.producer.operands[0]
 
 
-def _states(op: Op, sources: Sources) -> set[Tensor]:
+def _state_caches(op: Op, sources: Sources) -> set[Tensor]:
     """Return the caches that an op uses as state of a recurrence or as a convolution's window of earlier inputs."""
     if isinstance(op.kind, Assign):
-        held = _held(op.operands[0], sources)
-        made = sources.of(op.operands[1])[0].producer
-        if made is None:
+        cache = _cache_of(op.operands[0], sources)
+        producer = sources.of(op.operands[1])[0].producer
+        if producer is None:
             return set()
-        # earlier inputs followed by new ones; the last are kept
-        shifted = isinstance(made.kind, Concat) and any(_held(t, sources) is held for t in made.operands)
-        return {held} if shifted or made.loop is not None else set()
+        # a concat of cached and new inputs, the last of which are kept
+        shifted = isinstance(producer.kind, Concat) and any(_cache_of(t, sources) is cache for t in producer.operands)
+        return {cache} if shifted or producer.loop is not None else set()
     if isinstance(op.kind, Append):  # a fixed window of earlier positions, for any number of new ones
-        held, new = op.operands
-        room, more = (t.sizes[op.kind.axis] for t in (held, new))
-        short = room.constant is not None and more.constant is None
-        return {_held(held, sources)} if short else set()
+        cache, new = op.operands
+        capacity, added = (t.sizes[op.kind.axis] for t in (cache, new))
+        is_window = capacity.constant is not None and added.constant is None
+        return {_cache_of(cache, sources)} if is_window else set()
     slides = isinstance(op.kind, Einsum) and any(isinstance(d, Affine) for o in op.kind.pattern.operands for d in o)
-    return {_held(t, sources) for t in op.operands} if slides else set()
+    return {_cache_of(t, sources) for t in op.operands} if slides else set()
 
 
-def left_out(graph: Graph, skip: Sequence[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
+def skipped_names(graph: Graph, skip: Sequence[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
     """Return the parameter names or scopes to leave unquantized."""
     if skip is None:
         return default
-    names, kept = Names(graph), list[str]()
+    names, skipped = Names(graph), list[str]()
     for name in need_list("quantize: skip", skip):
         text = name if isinstance(name, str) else ""
         # the name may be a pattern, or lack the suffixes of an unrolled loop
-        found = [t.name for t in graph.params if is_in(base_name(t.name), text) or names.answers(t, [text])]
-        if not found:
-            known = ", ".join(sorted({t.name for t in graph.params})[:8])
-            raise GraphError(f"quantize: skip {shown(name)} is no parameter or scope of one, expected some of {known}")
-        kept += dict.fromkeys(text if is_in(n, text) else n for n in found)
-    return tuple(kept)
+        matches = [t.name for t in graph.params if is_in(base_name(t.name), text) or names.matches(t, [text])]
+        if not matches:
+            examples = ", ".join(sorted({t.name for t in graph.params})[:8])
+            raise GraphError(f"quantize: skip {shown(name)} matches no parameter or scope, expected some of {examples}")
+        skipped += dict.fromkeys(text if is_in(n, text) else n for n in matches)
+    return tuple(skipped)
 
 
 # -- mixtures ----------------------------------------------------------------------------------------------------------
@@ -413,7 +415,7 @@ FALLBACKS: Mapping[str, str] = MappingProxyType(
 Layers = Callable[[int, int], bool]
 
 
-def _more(i: int, n: int) -> bool:
+def _gets_more_bits(i: int, n: int) -> bool:
     """Whether a layer gets more bits: the first and last eighth, and every third layer between."""
     return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 
@@ -456,47 +458,49 @@ class Mixture:
             return "q8_0"
         if role == "output" and model.experts == 8:
             return self.eight or self.base
-        fits = (name for name, layers in self.rules.get(role, ()) if layers(i, model.layers))
-        found = next(fits, self.base)
+        candidates = (name for name, layers in self.rules.get(role, ()) if layers(i, model.layers))
+        choice = next(candidates, self.base)
         if role != "value":
-            return found
-        found = self.grouped if self.grouped and model.shared >= 4 else found
-        return "q5_k" if found in _WIDENED and model.layers == 80 and model.shared > 1 else found
+            return choice
+        choice = self.grouped if self.grouped and model.shared >= 4 else choice
+        return "q5_k" if choice in _WIDENED and model.layers == 80 and model.shared > 1 else choice
 
 
 #: Value formats that a grouped-query model of 80 layers replaces by a wider one.
 _WIDENED = ("q3_k", "q4_k")
 
 
-def _all(name: str) -> tuple[tuple[str, Layers], ...]:
+def _always(name: str) -> tuple[tuple[str, Layers], ...]:
     return ((name, lambda i, n: True),)
 
 
-def _first(name: str, layers: Layers) -> tuple[tuple[str, Layers], ...]:
+def _for_layers(name: str, layers: Layers) -> tuple[tuple[str, Layers], ...]:
     return ((name, layers),)
 
 
 _MIXTURES = {
     **{name.upper(): Mixture(name) for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q6_k")},
-    "Q2_K": Mixture("q2_k", {"value": _all("q3_k"), "down": _all("q3_k"), "output": _all("q3_k")}, "q4_k", "q5_k"),
+    "Q2_K": Mixture("q2_k", {
+        "value": _always("q3_k"), "down": _always("q3_k"), "output": _always("q3_k"),
+    }, "q4_k", "q5_k"),
     "Q3_K_S": Mixture("q3_k", eight="q5_k"),
     "Q3_K_M": Mixture("q3_k", {
-        "value": (*_first("q5_k", lambda i, n: i < 2), *_all("q4_k")),
-        "down": (*_first("q5_k", lambda i, n: i < n // 16), *_all("q4_k")),
-        "output": _all("q4_k"), "packed": _all("q4_k"),
+        "value": (*_for_layers("q5_k", lambda i, n: i < 2), *_always("q4_k")),
+        "down": (*_for_layers("q5_k", lambda i, n: i < n // 16), *_always("q4_k")),
+        "output": _always("q4_k"), "packed": _always("q4_k"),
     }, eight="q5_k"),
     "Q3_K_L": Mixture("q3_k", {
-        **{role: _all("q5_k") for role in ("value", "down", "output")}, "packed": _all("q4_k"),
+        **{role: _always("q5_k") for role in ("value", "down", "output")}, "packed": _always("q4_k"),
     }),
     "Q4_K_S": Mixture("q4_k", {
-        "value": _first("q5_k", lambda i, n: i < 4), "down": _first("q5_k", lambda i, n: i < n // 8),
+        "value": _for_layers("q5_k", lambda i, n: i < 4), "down": _for_layers("q5_k", lambda i, n: i < n // 8),
     }, eight="q5_k"),
     "Q4_K_M": Mixture("q4_k", {
-        **{role: _first("q6_k", _more) for role in ("value", "down")}, "packed": _all("q5_k"),
+        **{role: _for_layers("q6_k", _gets_more_bits) for role in ("value", "down")}, "packed": _always("q5_k"),
     }, eight="q5_k"),
     "Q5_K_S": Mixture("q5_k"),
     "Q5_K_M": Mixture("q5_k", {
-        **{role: _first("q6_k", _more) for role in ("value", "down")}, "packed": _all("q6_k"),
+        **{role: _for_layers("q6_k", _gets_more_bits) for role in ("value", "down")}, "packed": _always("q6_k"),
     }),
 }  # fmt: skip
 
@@ -510,7 +514,7 @@ MIXTURES: Mapping[str, Mixture] = MappingProxyType(
 # Validates the requested formats of weights, activations and caches, and their combinations.
 
 
-class _Coined(NamedTuple):
+class _LibraryDefaults(NamedTuple):
     """Default group size and scale format in the library that coined a weight format."""
 
     group: int
@@ -524,7 +528,11 @@ class _Coined(NamedTuple):
 #: bitsandbytes 0.50 (`Params4bit` in nn/modules.py, `quantize_4bit` in functional.py) flattens a weight into 64-element
 #: blocks, each with an fp32 `absmax`; its fp4 codebook is E2M1 except for the smallest value. GPTQ, AWQ, torchao
 #: (`Int4WeightOnlyConfig`) and compressed-tensors (W4A16) use a group size of 128 for int4 by default.
-_COINED = {"nf4": _Coined(64, "fp32", True), "fp4": _Coined(64, "fp32", True), "int4": _Coined(128, "fp16", False)}
+_LIBRARY_DEFAULTS = {
+    "nf4": _LibraryDefaults(64, "fp32", True),
+    "fp4": _LibraryDefaults(64, "fp32", True),
+    "int4": _LibraryDefaults(128, "fp16", False),
+}
 #: Kernels and caches use FP4 only with block scales, so `fp4` names a weight format alone.
 _NO_FP4 = "nvfp4 or mxfp4, whose blocks have scales, or fp4_e2m1 for elements in one block"
 
@@ -542,59 +550,59 @@ class StorageFormats:
         """Compute format of quantized matmuls; None for the activations' own."""
         if self.weights is None or self.activations is None:
             return None
-        pair = (_bare(self.weights), _bare(self.activations))
-        return next(a for a, b in (pair, pair[::-1]) if _holds(a, b))
+        pair = (_element_dtype(self.weights), _element_dtype(self.activations))
+        return next(a for a, b in (pair, pair[::-1]) if _represents(a, b))
 
     def operand(self, stored: DType) -> DType:
         """Format in which a quantized operand enters the matmul: its own if as wide as the compute format."""
-        own, found = self.product, _bare(stored)
-        return found if own is None or found.bits == own.bits else own
+        compute, element = self.product, _element_dtype(stored)
+        return element if compute is None or element.bits == compute.bits else compute
 
 
-def _narrow(place: str, value: object) -> DType:
+def _narrow_dtype(place: str, value: object) -> DType:
     try:
-        found = find_dtype(value)
+        dtype = find_dtype(value)
     except CostGraphError as error:
         raise FormatError(f"{place}: {error}") from None
-    if found.bits > 8 or found.kind == "bool" or found.name == "fp8_e8m0":
-        raise FormatError(f"{place}: {found.name!r}, expected an integer or float of 8 bits or fewer")
-    return found
+    if dtype.bits > 8 or dtype.kind == "bool" or dtype.name == "fp8_e8m0":
+        raise FormatError(f"{place}: {dtype.name!r}, expected an integer or float of 8 bits or fewer")
+    return dtype
 
 
-def _bare(found: DType) -> DType:
+def _element_dtype(dtype: DType) -> DType:
     """Return the element format without scales."""
-    return DTYPES[found.element] if found.element else found
+    return DTYPES[dtype.element] if dtype.element else dtype
 
 
 def weights_format(value: object, group: object, scale: object, *, zero: bool) -> DType | None:
     """Return the format of weights with their scales, None if unchanged."""
     place = "quantize: weights"
     if value is None:
-        for name, given in (("group", group), ("scale", scale), ("zero", zero or None)):
-            if given is not None:
-                raise FormatError(f"quantize: {name}={shown(given)} without weights=, expected a format for them")
+        for name, option in (("group", group), ("scale", scale), ("zero", zero or None)):
+            if option is not None:
+                raise FormatError(f"quantize: {name}={shown(option)} without weights=, expected a format for them")
         return None
     mixture = mixture_of(value)
-    found = _narrow(place, value) if mixture is None else _narrow(place, mixture.base)
-    if found.scale:
-        for name, given in (("group", group), ("scale", scale), ("zero", zero or None)):
-            if given is not None:
-                raise FormatError(f"{place} {shown(value)} have scales of their own, expected no {name}=")
-        return found if mixture is None else None
+    dtype = _narrow_dtype(place, value) if mixture is None else _narrow_dtype(place, mixture.base)
+    if dtype.scale:
+        for name, option in (("group", group), ("scale", scale), ("zero", zero or None)):
+            if option is not None:
+                raise FormatError(f"{place} {shown(value)} have their own scales, expected no {name}=")
+        return dtype if mixture is None else None
     if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
         raise FormatError(f"quantize: group={shown(group)}, expected a positive integer")
-    coined = _COINED.get(value) if isinstance(value, str) else None
-    if coined is not None:
-        group, scale = coined.group if group is None else group, coined.scale if scale is None else scale
-    wanted = ("fp32" if group is None else "fp16") if scale is None else scale
-    shared = "row" if group is None else f"g{group}"
+    defaults = _LIBRARY_DEFAULTS.get(value) if isinstance(value, str) else None
+    if defaults is not None:
+        group, scale = defaults.group if group is None else group, defaults.scale if scale is None else scale
+    scale_format = ("fp32" if group is None else "fp16") if scale is None else scale
+    granularity = "row" if group is None else f"g{group}"
     try:
-        more = ("_zero" if zero else "") + ("_flat" if coined is not None and coined.flat else "")
-        return find_dtype(f"{found.name}_{shared}_{find_dtype(wanted).name}{more}")
+        suffix = ("_zero" if zero else "") + ("_flat" if defaults is not None and defaults.flat else "")
+        return find_dtype(f"{dtype.name}_{granularity}_{find_dtype(scale_format).name}{suffix}")
     except CostGraphError:
-        expected = "a scale in fp32, fp16, bf16 or fp8" + (", and a zero point of integers alone" if zero else "")
+        expected = "a scale in fp32, fp16, bf16 or fp8" + (", and a zero point only for integers" if zero else "")
         raise FormatError(
-            f"{place} {found.name!r} with scale={shown(wanted)}, zero={zero}, expected {expected}"
+            f"{place} {dtype.name!r} with scale={shown(scale_format)}, zero={zero}, expected {expected}"
         ) from None
 
 
@@ -612,11 +620,11 @@ def activations_format(weights: object, value: object) -> DType | None:
     if weights is None:
         raise FormatError(f"quantize: activations={shown(value)} without weights=, expected a format for both")
     if mixture_of(weights) is not None:
-        raise FormatError(f"quantize: activations={shown(value)} with the mixture {weights!r}, expected weights alone")
+        raise FormatError(f"quantize: activations={shown(value)} with the mixture {weights!r}, expected only weights")
     if "fp4" in (weights, value):
         raise FormatError(f"quantize: activations={shown(value)} with weights {shown(weights)}, expected {_NO_FP4}")
-    found = _narrow("quantize: activations", value)
-    return found if found.scale else find_dtype(f"{found.name}_row_fp32")
+    dtype = _narrow_dtype("quantize: activations", value)
+    return dtype if dtype.scale else find_dtype(f"{dtype.name}_row_fp32")
 
 
 def cache_format(value: object) -> DType | None:
@@ -625,11 +633,11 @@ def cache_format(value: object) -> DType | None:
         return None
     if value == "fp4":
         raise FormatError(f"quantize: cache='fp4', expected {_NO_FP4}")
-    found = _narrow("quantize: cache", value)
-    return find_dtype(f"{found.name}_row_fp16") if found.kind == "int" and not found.scale else found
+    dtype = _narrow_dtype("quantize: cache", value)
+    return find_dtype(f"{dtype.name}_row_fp16") if dtype.kind == "int" and not dtype.scale else dtype
 
 
-def _holds(wide: DType, narrow: DType) -> bool:
+def _represents(wide: DType, narrow: DType) -> bool:
     """Whether a format represents every value of another, scales aside; no matrix unit multiplies codebook values."""
     if wide.codes or narrow.codes:
         return False
@@ -647,16 +655,16 @@ def need_common(formats: StorageFormats) -> None:
     """Raise FormatError if weights and activations have no common compute format."""
     assert formats.weights is not None
     assert formats.activations is not None
-    one, other = _bare(formats.weights), _bare(formats.activations)
-    if not _holds(one, other) and not _holds(other, one):
+    weights, activations = _element_dtype(formats.weights), _element_dtype(formats.activations)
+    if not _represents(weights, activations) and not _represents(activations, weights):
         raise FormatError(
-            f"quantize: weights in {one.name!r} and activations in {other.name!r}: neither holds the values of the "
-            f"other, expected one format, or a narrower one that the other holds"
+            f"quantize: weights in {weights.name!r} and activations in {activations.name!r}: neither holds the "
+            f"values of the other, expected the same format, or one that holds the other's values"
         )
-    if one.block != other.block:
+    if weights.block != activations.block:
         raise FormatError(
-            f"quantize: weights in {one.name!r} and activations in {other.name!r}: the matrix unit applies scales of "
-            f"blocks, expected blocks of one length on both sides, or on neither"
+            f"quantize: weights in {weights.name!r} and activations in {activations.name!r}: the matrix unit applies "
+            f"block scales, expected the same block size on both sides, or no blocks"
         )
 
 
@@ -665,27 +673,27 @@ def need_common(formats: StorageFormats) -> None:
 
 #: Suffixes that make names unique: of modules, and of unrolled iterations.
 _NUMBER = re.compile(r"_\d+(?=/|$)|\..*", re.ASCII)
-_MOST_TURNS = 1 << 12  # more layers than any model has
+_MAX_ITERATIONS = 1 << 12  # more layers than any model has
 #: Iteration indices of the loops around a parameter, outermost first.
 _Path = tuple[int, ...]
 
 
-def mixed(graph: Graph, name: str, mixture: Mixture, kept: Sequence[str]) -> tuple[Graph, dict[str, DType]]:
+def apply_mixture(graph: Graph, name: str, mixture: Mixture, skipped: Sequence[str]) -> tuple[Graph, dict[str, DType]]:
     """Assign a mixture's formats to the matrices of a forward pass; return the graph and formats by parameter.
 
     Iterations of a loop with equal formats form one loop. Raises BindingError if formats depend on symbolic sizes,
     GraphError if there is nothing to quantize or no matrix that the rules name, and UnsupportedError if a loop to split
     reads or writes slices, or a matrix does not belong to a decoder.
     """
-    parter = _Parter(_Plan(graph, name, mixture, kept))
-    return parter.run(graph), parter.formats
+    rewriter = _LoopSplitter(_FormatPlan(graph, name, mixture, skipped))
+    return rewriter.run(graph), rewriter.formats
 
 
 # -- assigning formats -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ParamInstance:
     """A parameter in one iteration."""
 
     param: Tensor
@@ -695,16 +703,16 @@ class _Place:
     """key shared by one layer's matrices"""
 
 
-class _Plan:
+class _FormatPlan:
     """Formats of all parameters in all iterations, and the iteration counts of loops."""
 
-    def __init__(self, graph: Graph, name: str, mixture: Mixture, kept: Sequence[str]) -> None:
+    def __init__(self, graph: Graph, name: str, mixture: Mixture, skipped: Sequence[str]) -> None:
         self.place, self.mixture = f"quantize: weights {name!r}", mixture
         self.chosen: dict[Tensor, tuple[int, ...]] = {}
         """Quantized parameters, with their summed axes."""
         self.heads: set[Tensor] = set()
         """Matrices that compute logits, including tied embeddings."""
-        for t, uses in weights_of(graph, kept, embeddings=True).items():
+        for t, uses in weights_of(graph, skipped, embeddings=True).items():
             kinds = {u.kind for u in uses}
             if kinds == {"lookup"} and not is_in(t.name, "tokens"):
                 continue  # a position table or similar
@@ -712,95 +720,98 @@ class _Plan:
             if is_in(t.name, "head") or len(kinds) > 1:
                 self.heads.add(t)
         self.sizes = bindings(graph, {})
-        self.turns: dict[Op, int] = {}
+        self.iteration_counts: dict[Op, int] = {}
         self.formats: dict[tuple[Tensor, _Path], DType] = {}
-        seen: dict[tuple[str, _Path], int] = {}
-        places = list(self.walk(graph, (), seen))
-        self.need_roles({p.role for p in places})
-        model = self.model(places)
+        occurrences: dict[tuple[str, _Path], int] = {}
+        instances = list(self.walk(graph, (), occurrences))
+        self.need_roles({p.role for p in instances})
+        model = self.model(instances)
         orders: dict[str, dict[tuple[object, ...], int]] = {}
-        for p in places:
+        for p in instances:
             order = orders.setdefault(p.role, {})
-            found = mixture.format(p.role, order.setdefault(p.layer, len(order)), model)
-            self.formats[p.param, p.path] = find_dtype(self.fitting(p.param, found))
+            format_name = mixture.format(p.role, order.setdefault(p.layer, len(order)), model)
+            self.formats[p.param, p.path] = find_dtype(self.fitting_format(p.param, format_name))
 
-    def walk(self, graph: Graph, path: _Path, seen: dict[tuple[str, _Path], int]) -> Iterator[_Place]:
+    def walk(self, graph: Graph, path: _Path, occurrences: dict[tuple[str, _Path], int]) -> Iterator[_ParamInstance]:
         """Yield the parameters from all iterations in execution order."""
         for node in list(graph.nodes):
             if isinstance(node, Tensor):
                 if node in self.chosen:
-                    yield self.placed(node, path, seen)
+                    yield self.classify(node, path, occurrences)
             elif node.body is not None:
-                inside = any(t in self.chosen for t in node.body.params)
-                turns = self.count(node) if inside and node.loop is not None else 1
-                for i in range(turns if inside else 0):
-                    yield from self.walk(node.body, path if node.loop is None else (*path, i), seen)
+                has_chosen = any(t in self.chosen for t in node.body.params)
+                count = self.count(node) if has_chosen and node.loop is not None else 1
+                for i in range(count if has_chosen else 0):
+                    yield from self.walk(node.body, path if node.loop is None else (*path, i), occurrences)
 
-    def placed(self, t: Tensor, path: _Path, seen: dict[tuple[str, _Path], int]) -> _Place:
+    def classify(self, t: Tensor, path: _Path, occurrences: dict[tuple[str, _Path], int]) -> _ParamInstance:
         """Classify a parameter; equal names in consecutive layers are numbered."""
         stem = _NUMBER.sub("", t.name)
         levels = tuple(stem.split("/"))
-        again = seen[stem, path] = seen.get((stem, path), -1) + 1
+        repetition = occurrences[stem, path] = occurrences.get((stem, path), -1) + 1
         if t in self.heads:
-            return _Place(t, path, "head", ())
+            return _ParamInstance(t, path, "head", ())
         for last, role in ROLES.items():
             if levels[-len(last) :] == last:
-                return _Place(t, path, role, (path, again, levels[: -len(last)]))
+                return _ParamInstance(t, path, role, (path, repetition, levels[: -len(last)]))
         if "cross" in levels:
-            raise UnsupportedError(f"{self.place}: {t.name!r} is of no decoder, which alone is known")
-        return _Place(t, path, "", ())
+            raise UnsupportedError(f"{self.place}: {t.name!r} does not belong to a decoder, expected a decoder")
+        return _ParamInstance(t, path, "", ())
 
     def count(self, op: Op) -> int:
         """Return a loop's iteration count, 1 if no format depends on it."""
         assert op.loop is not None
         if not self.mixture.layered:
             return 1
-        if op not in self.turns:
-            turns = self.number(op.loop.count, f"iterations of {op.name!r}")
-            if turns > _MOST_TURNS:
-                raise BindingError(f"{self.place}: {turns} iterations of {op.name!r}, expected at most {_MOST_TURNS}")
-            self.turns[op] = int(turns)
-        return self.turns[op]
+        if op not in self.iteration_counts:
+            iterations = self.number(op.loop.count, f"iterations of {op.name!r}")
+            if iterations > _MAX_ITERATIONS:
+                raise BindingError(
+                    f"{self.place}: {iterations} iterations of {op.name!r}, expected at most {_MAX_ITERATIONS}"
+                )
+            self.iteration_counts[op] = int(iterations)
+        return self.iteration_counts[op]
 
-    def number(self, size: Poly, what: str) -> Fraction:
-        found = size.bind(self.sizes).constant
-        if found is None:
-            raise BindingError(f"{self.place}: {what} are {size}, expected a number: formats depend on it")
-        return Fraction(found)
+    def number(self, size: Poly, quantity: str) -> Fraction:
+        value = size.bind(self.sizes).constant
+        if value is None:
+            raise BindingError(f"{self.place}: {quantity} are {size}, expected a number: formats depend on it")
+        return Fraction(value)
 
     def need_roles(self, roles: set[str]) -> None:
-        known = roles | {"value", "packed"} if roles & {"value", "packed"} else roles
-        missing = sorted(set(self.mixture.rules) - known)
+        present = roles | {"value", "packed"} if roles & {"value", "packed"} else roles
+        missing = sorted(set(self.mixture.rules) - present)
         if missing:
             raise GraphError(
-                f"{self.place} names {', '.join(missing)}, none of which the graph has; expected layers of costgraph.nn"
+                f"{self.place} has rules for {', '.join(missing)}, which the graph lacks; expected layers of "
+                f"costgraph.nn"
             )
 
-    def model(self, places: Sequence[_Place]) -> Model:
+    def model(self, instances: Sequence[_ParamInstance]) -> Model:
         """Return the numbers of layers, experts and query heads per value head."""
-        first = {p.role: p.param for p in reversed(places)}
-        layers = len({p.layer for p in places if p.role in ("value", "packed")})
-        experts = [p.param.sizes[0] for p in places if p.param.ndim == 3 and p.role == "down"]
+        first = {p.role: p.param for p in reversed(instances)}
+        layers = len({p.layer for p in instances if p.role in ("value", "packed")})
+        experts = [p.param.sizes[0] for p in instances if p.param.ndim == 3 and p.role == "down"]
         shared = 1
         if {"query", "key"} <= first.keys() and self.mixture.layered:
             query, key = (prod(first[role].sizes, start=ONE) for role in ("query", "key"))
             shared = int(self.number(query / key, "heads that share a value"))
         return Model(layers, int(self.number(experts[0], "experts")) if experts else 1, shared)
 
-    def fitting(self, t: Tensor, name: str) -> str:
+    def fitting_format(self, t: Tensor, name: str) -> str:
         """Return the format, or its fallback, whose block size divides a parameter's row size."""
         row = prod((t.sizes[i] for i in self.chosen[t]), start=ONE).bind(self.sizes).constant
-        for found in (name, FALLBACKS.get(name, name)):
-            block = max(s.per or 1 for s in find_dtype(found).scale)
+        for candidate in (name, FALLBACKS.get(name, name)):
+            block = max(s.per or 1 for s in find_dtype(candidate).scale)
             if row is None or row % block == 0:
-                return found
+                return candidate
         return "fp16"
 
 
 # -- splitting loops ---------------------------------------------------------------------------------------------------
 
 
-class _Parter(Rewriter):
+class _LoopSplitter(Rewriter):
     """Copies a graph, splitting loops into one per combination of formats.
 
     No cost depends on the order of iterations, so those of one part need not be consecutive.
@@ -808,71 +819,73 @@ class _Parter(Rewriter):
 
     lies = True
 
-    def __init__(self, plan: _Plan) -> None:
+    def __init__(self, plan: _FormatPlan) -> None:
         self.plan = plan
         self.formats: dict[str, DType] = {}
         """Formats by parameter name in the new graph."""
         self.path: _Path = ()
         """First iterations of the parts being copied."""
-        different: dict[Tensor, set[DType]] = {}
-        for (t, _), found in plan.formats.items():
-            different.setdefault(t, set()).add(found)
-        self.cut = any(len(found) > 1 for found in different.values())
-        counts = [op.loop.count for op in plan.turns if op.loop is not None and self.cut]
+        formats_of: dict[Tensor, set[DType]] = {}
+        for (t, _), dtype in plan.formats.items():
+            formats_of.setdefault(t, set()).add(dtype)
+        self.splits_loops = any(len(dtype) > 1 for dtype in formats_of.values())
+        counts = [op.loop.count for op in plan.iteration_counts if op.loop is not None and self.splits_loops]
         names = set[str]().union(*(count.names() for count in counts))
         super().__init__({name: size for name, size in plan.sizes.items() if name in names})
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
-        made = super().source(old, new, suffix)
+        copied = super().source(old, new, suffix)
         if old in self.plan.chosen:
-            self.formats[made.name] = self.plan.formats[old, self.path]
-        return made
+            self.formats[copied.name] = self.plan.formats[old, self.path]
+        return copied
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
         """Copy an op, or a loop in parts."""
         if op.loop is None or not any(t in self.plan.chosen for t in op.loop.body.params):
             return super().copy(op, new, suffix)
-        outer, parts = self.path, self.parts(op.loop)
-        before = {t: self.tensors[t] for t in op.loop.starts}
-        for n, part in enumerate(parts):
-            self.path = (*outer, part[0])
-            made = self.part(op, op.loop, new, f"{suffix}.part{n}" if n else suffix, len(part) if len(parts) > 1 else 0)
-            self.tensors |= zip(op.loop.starts, made.results, strict=False)  # carried into the next part
-        self.tensors |= before
+        outer, groups = self.path, self.iteration_groups(op.loop)
+        starts = {t: self.tensors[t] for t in op.loop.starts}
+        for n, group in enumerate(groups):
+            self.path = (*outer, group[0])
+            copied = self.copy_part(
+                op, op.loop, new, f"{suffix}.part{n}" if n else suffix, len(group) if len(groups) > 1 else 0
+            )
+            self.tensors |= zip(op.loop.starts, copied.results, strict=False)  # carried into the next part
+        self.tensors |= starts
         self.path = outer
-        return made
+        return copied
 
-    def part(self, op: Op, loop: Loop, new: Graph, suffix: str, count: int) -> Op:
+    def copy_part(self, op: Op, loop: Loop, new: Graph, suffix: str, count: int) -> Op:
         """Copy a loop with `count` iterations; with all of them if that is 0."""
         if not count:
             return super().copy(op, new, suffix)
         if loop.xs or len(op.results) > len(loop.starts):
             raise UnsupportedError(
-                f"{self.plan.place}: {op.name!r} reads or writes a slice in each iteration, expected one that hands on "
-                f"alone"
+                f"{self.plan.place}: {op.name!r} reads or writes a slice in each iteration, expected a loop that only "
+                f"forwards carries"
             )
         kind = replace(loop.kind, body=self.body(loop.body, new, suffix), count=as_poly(count))
         return self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix)
 
-    def parts(self, loop: Loop) -> list[list[int]]:
+    def iteration_groups(self, loop: Loop) -> list[list[int]]:
         """Return a loop's iterations, grouped by formats."""
-        if not self.cut:
+        if not self.splits_loops:
             return [[0]]
-        own, depth = set(loop.body.params), len(self.path) + 1
+        params, depth = set(loop.body.params), len(self.path) + 1
         formats: dict[int, list[DType]] = {}
-        for (t, path), found in self.plan.formats.items():
-            if t in own and path[: depth - 1] == self.path:
-                formats.setdefault(path[depth - 1], []).append(found)
+        for (t, path), dtype in self.plan.formats.items():
+            if t in params and path[: depth - 1] == self.path:
+                formats.setdefault(path[depth - 1], []).append(dtype)
         parts: dict[tuple[DType, ...], list[int]] = {}
-        for i, found_there in formats.items():
-            parts.setdefault(tuple(found_there), []).append(i)
+        for i, combination in formats.items():
+            parts.setdefault(tuple(combination), []).append(i)
         return list(parts.values())
 
 
 # -- quantize ----------------------------------------------------------------------------------------------------------
 
 #: Scopes that are not quantized by default: logits and routing are sensitive to rounding.
-KEPT = ("head", "router")
+SKIPPED = ("head", "router")
 #: Outer and summed axes of the rows of a grouped matmul.
 _ROWS: tuple[list[int], tuple[int, ...]] = ([0], (1,))
 
@@ -964,23 +977,23 @@ def quantize(
     )
     mixture = mixture_of(weights)
     if formats.weights is None and formats.cache is None and mixture is None:
-        raise GraphError("quantize: no format, expected one of weights or of the cache")
+        raise GraphError("quantize: no format, expected one for the weights or the cache")
     if formats.activations is not None:
         need_common(formats)
     stored: Mapping[str, DType] = {}
     graph = split_at_layers("quantize: skip", graph, skip)
-    kept = left_out(graph, skip, KEPT if mixture is None else KEPT[1:])
+    skipped = skipped_names(graph, skip, SKIPPED if mixture is None else SKIPPED[1:])
     if mixture is not None:
-        graph, stored = mixed(graph, str(weights), mixture, kept)
+        graph, stored = apply_mixture(graph, str(weights), mixture, skipped)
     rewriter = _Quantizer(formats, stored)
     if formats.weights is not None or mixture is not None:
-        rewriter.choose(graph, kept, embeddings=embeddings or mixture is not None)
+        rewriter.choose(graph, skipped, embeddings=embeddings or mixture is not None)
     if formats.cache is not None:
         rewriter.caches = caches_of(graph)
         if not rewriter.caches:
             raise GraphError(
-                f"quantize: graph {graph.name!r} has no cache of keys and values, expected what prefill or decode "
-                f"returns"
+                f"quantize: graph {graph.name!r} has no cache of keys and values, expected the result of prefill or "
+                f"decode"
             )
     return rewriter.run(graph)
 
@@ -1008,15 +1021,15 @@ class _Quantizer(Rewriter):
         self.narrow: dict[tuple[Tensor, Graph, tuple[int, ...]], Tensor] = {}
         """Quantized activations, by the axes that share a scale."""
 
-    def choose(self, graph: Graph, kept: Sequence[str], *, embeddings: bool) -> None:
+    def choose(self, graph: Graph, skipped: Sequence[str], *, embeddings: bool) -> None:
         """Select the parameters to quantize."""
-        for t, uses in weights_of(graph, kept, embeddings=embeddings).items():
+        for t, uses in weights_of(graph, skipped, embeddings=embeddings).items():
             if self.formats.weights is not None or t.name in self.stored:
                 self.weights[t] = summed_axes(t, uses)
                 self.uses |= {u.op: u for u in uses}
 
     @contextmanager
-    def at(self, op: Op, graph: Graph) -> Iterator[None]:
+    def in_scope_of(self, op: Op, graph: Graph) -> Iterator[None]:
         """Add new ops in an existing op's scope."""
         with scoped(op), building(graph):
             yield
@@ -1025,36 +1038,36 @@ class _Quantizer(Rewriter):
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
         """Copy a source; weights are stored with summed axes innermost, behind a view in the old order."""
-        made: Tensor = super().source(old, new, suffix)
+        copied: Tensor = super().source(old, new, suffix)
         if old in self.caches:
             assert self.formats.cache is not None
-            made.dtype = self.formats.cache
-            made.storage = Storage(made.name, made.sizes, made.dtype, made.role, made.storage.pieces)
+            copied.dtype = self.formats.cache
+            copied.storage = Storage(copied.name, copied.sizes, copied.dtype, copied.role, copied.storage.pieces)
         if old not in self.weights:
-            return made
-        found = self.stored.get(old.name, self.formats.weights)
-        assert found is not None
+            return copied
+        dtype = self.stored.get(old.name, self.formats.weights)
+        assert dtype is not None
         summed = self.weights[old]
         outer = [i for i in range(old.ndim) if i not in summed]
         names = [f"a{i}" for i in range(old.ndim)]
         sizes = (*(old.sizes[i] for i in outer), prod((old.sizes[i] for i in summed), start=ONE))
-        made.sizes, made.dtype, made.requires_grad = sizes, found, False
-        stored = Tensor(new, made.name, sizes, made.dtype, role="param")
-        made.strides, made.storage = stored.strides, stored.storage
+        copied.sizes, copied.dtype, copied.requires_grad = sizes, dtype, False
+        stored = Tensor(new, copied.name, sizes, copied.dtype, role="param")
+        copied.strides, copied.storage = stored.strides, stored.storage
         if len(summed) == 1 and (*outer, *summed) == tuple(range(old.ndim)):
-            return made
-        left = " ".join([*(names[i] for i in outer), f"({' '.join(names[i] for i in summed)})"])
+            return copied
+        stored_order = " ".join([*(names[i] for i in outer), f"({' '.join(names[i] for i in summed)})"])
         sizes_of: dict[str, Any] = {names[i]: old.sizes[i] for i in summed}
         with building(new):
-            return rearrange(made, f"{left} -> {' '.join(names)}", name=f"{made.name}.order", **sizes_of)
+            return rearrange(copied, f"{stored_order} -> {' '.join(names)}", name=f"{copied.name}.order", **sizes_of)
 
-    def placed(self, old: Tensor, at: Placement) -> Placement:
+    def placed(self, old: Tensor, placement: Placement) -> Placement:
         """Return the placement of a sharded weight, with its summed axes merged."""
         if old not in self.weights:
-            return at
+            return placement
         summed = self.weights[old]
-        inner = (f for i in summed for f in at.dims[i] or (old.sizes[i],))
-        return at.with_dims([*(dim for i, dim in enumerate(at.dims) if i not in summed), tidy(inner)])
+        inner = (f for i in summed for f in placement.dims[i] or (old.sizes[i],))
+        return placement.with_dims([*(dim for i, dim in enumerate(placement.dims) if i not in summed), tidy(inner)])
 
     # -- ops -------------------------------------------------------------------------------------------------------
 
@@ -1066,161 +1079,163 @@ class _Quantizer(Rewriter):
             return
         try:
             if use.kind == "lookup":
-                self.looked_up(op, new)
+                self.gather_rows(op, new)
             else:
-                self.multiplied(op, new)
+                self.multiply_weight(op, new)
         except ShapeError as error:
             raise UnsupportedError(
-                f"quantize: {op.name!r}: {error}; its weight may be left as it is by skip="
+                f"quantize: {op.name!r}: {error}; pass its weight in skip= to leave it unquantized"
             ) from None
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
         """Copy an op, dequantizing its operands first where it needs them wide."""
         if op.body is not None:
-            return self.block(op, new)
+            return self.copy_with_body(op, new)
         narrow = [i for i, t in enumerate(op.operands) if self.tensors[t].dtype != t.dtype]
         if new.fused and isinstance(op.kind, Einsum) and len(narrow) == 1 and len(op.operands) == 2:
-            return self.contracted(op, op.kind, narrow[0], new)
-        held = 1 if isinstance(op.kind, Append | Assign) else 0
+            return self.contract_cached(op, op.kind, narrow[0], new)
+        first = 1 if isinstance(op.kind, Append | Assign) else 0
         passive = is_view_op(op) or isinstance(op.kind, KeepAlive | Cache)
-        before = {t: self.tensors[t] for t in op.operands}
+        previous = {t: self.tensors[t] for t in op.operands}
         if not passive:
-            self.tensors |= {t: self.widened(t, op, new) for t in op.operands[held:]}
-        made = super().copy(op, new, suffix)
-        self.tensors |= before
-        return made
+            self.tensors |= {t: self.dequantized(t, op, new) for t in op.operands[first:]}
+        copied = super().copy(op, new, suffix)
+        self.tensors |= previous
+        return copied
 
-    def contracted(self, op: Op, kind: Einsum, i: int, new: Graph) -> Op:
+    def contract_cached(self, op: Op, kind: Einsum, i: int, new: Graph) -> Op:
         """Multiply by a cached operand in its narrow format; the kernel widens it while reading."""
         operands: list[Tensor] = [new.adopt(self.tensors[t]) for t in op.operands]
-        made: list[Op] = []
+        products: list[Op] = []
 
         def product(other: Tensor) -> Tensor:
             operands[1 - i] = other
-            made.append(new.add_op(kind, operands, op.name.rpartition("/")[2], op.phase))
-            return made[0].results[0]
+            products.append(new.add_op(kind, operands, op.name.rpartition("/")[2], op.phase))
+            return products[0].results[0]
 
-        with self.at(op, new):
+        with self.in_scope_of(op, new):
             scaled = operands[i].dtype.element and not operands[i].dtype.block
             y = row_scaled(kind.pattern, i, product, operands[1 - i]) if scaled else product(operands[1 - i])
         self.tensors[op.results[0]] = y
-        return made[0]
+        return products[0]
 
-    def widened(self, old: Tensor, op: Op, new: Graph) -> Tensor:
+    def dequantized(self, old: Tensor, op: Op, new: Graph) -> Tensor:
         """Return a tensor in its original format: for free inside a kernel, else as a copy."""
         t: Tensor = self.tensors[old]
         if t.dtype == old.dtype:
             return t
         if (t, new) not in self.wide:
-            with self.at(op, new):
-                self.wide[t, new] = widened(t, old.dtype, fused=new.fused)
+            with self.in_scope_of(op, new):
+                self.wide[t, new] = dequantize(t, old.dtype, fused=new.fused)
         return self.wide[t, new]
 
-    def block(self, op: Op, new: Graph) -> Op:
+    def copy_with_body(self, op: Op, new: Graph) -> Op:
         """Copy an op with a body, whose formals take the operands' formats."""
         kind, loop = op.kind, op.loop
         assert isinstance(kind, BodyKind)
-        old = kind.body
-        body = new.start_body(old.name, fused=old.fused)
-        rewritten = loop is None and any(inner in self.uses for inner in old.walk())
+        old_body = kind.body
+        body = new.start_body(old_body.name, fused=old_body.fused)
+        rewritten = loop is None and any(inner in self.uses for inner in old_body.walk())
         carries, slices = ((), ()) if loop is None else (loop.carries, loop.slices)
         operands = []
-        for f, before in zip(old.formals, op.operands, strict=True):
-            t = self.widened(before, op, new) if f in carries else self.tensors[before]
+        for f, operand in zip(old_body.formals, op.operands, strict=True):
+            t = self.dequantized(operand, op, new) if f in carries else self.tensors[operand]
             operands.append(t)
             if rewritten:
                 self.tensors[f] = t  # captured on first use: activations are quantized outside
                 continue
-            made = self.formal(f, body)
-            made.dtype = t.dtype
-            made.storage = Storage(made.name, made.sizes, t.dtype, made.role, made.storage.pieces)
+            formal = self.formal(f, body)
+            formal.dtype = t.dtype
+            formal.storage = Storage(formal.name, formal.sizes, t.dtype, formal.role, formal.storage.pieces)
             if f not in carries and f not in slices:
-                made.strides, made.offset = t.strides, t.offset
-            self.tensors[f] = made
-        self.fill(old, body)
-        body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
+                formal.strides, formal.offset = t.strides, t.offset
+            self.tensors[f] = formal
+        self.fill(old_body, body)
+        body.outputs += [body.adopt(self.tensors[t]) for t in old_body.outputs]
         kind = replace(kind, body=body)
         if rewritten and isinstance(kind, Kernel):  # operands are now in the order of their first use
             changed = tuple(body.captured.index(operands[i]) for i in kind.changed)
             kind = replace(kind, backward="", changed=changed)
         return self.add(op, kind, body.captured if rewritten else operands, new)
 
-    def looked_up(self, op: Op, new: Graph) -> None:
+    def gather_rows(self, op: Op, new: Graph) -> None:
         """Gather rows of a quantized table and dequantize them, in one kernel."""
         table, ids = (self.tensors[t] for t in op.operands)
-        wide = op.results[0].dtype
-        with self.at(op, new):
+        dtype = op.results[0].dtype
+        with self.in_scope_of(op, new):
             if new.fused:
-                made = widened(gather(table, ids), wide, fused=True)
+                result = dequantize(gather(table, ids), dtype, fused=True)
             else:
-                with kernel(_level(op)) as body:
-                    rows = widened(gather(table, ids), wide, fused=True)
-                made = body.export(rows)
-        self.tensors[op.results[0]] = made
+                with kernel(_kernel_name(op)) as body:
+                    rows = dequantize(gather(table, ids), dtype, fused=True)
+                result = body.export(rows)
+        self.tensors[op.results[0]] = result
 
-    def multiplied(self, op: Op, new: Graph) -> None:
+    def multiply_weight(self, op: Op, new: Graph) -> None:
         """Multiply by a quantized weight, in one kernel that dequantizes it."""
-        place, kind = 1 - self.uses[op].operand, op.kind
+        x_index, kind = 1 - self.uses[op].operand, op.kind
         assert isinstance(kind, Einsum | GroupedMatmul)
-        x = self.widened(op.operands[place], op, new)
+        x = self.dequantized(op.operands[x_index], op, new)
         if self.formats.activations is not None:
-            x, kind = self.quantized(op, kind, x, place, new)
-        with self.at(op, new):
+            x, kind = self.quantize_input(op, kind, x, x_index, new)
+        with self.in_scope_of(op, new):
             if new.fused:
-                made = self.product(op, kind, x)
+                result = self.product(op, kind, x)
             else:
-                with kernel(_level(op)) as body:
+                with kernel(_kernel_name(op)) as body:
                     y = self.product(op, kind, x)
-                made = body.export(y)
-        self.tensors[op.results[0]] = made
+                result = body.export(y)
+        self.tensors[op.results[0]] = result
 
-    def quantized(
-        self, op: Op, kind: Einsum | GroupedMatmul, x: Tensor, place: int, new: Graph
+    def quantize_input(
+        self, op: Op, kind: Einsum | GroupedMatmul, x: Tensor, index: int, new: Graph
     ) -> tuple[Tensor, Einsum | GroupedMatmul]:
         """Return the quantized activations, summed axes merged and last, and the matching matmul record; cached."""
         outer, summed = _ROWS
         if isinstance(kind, Einsum):
             pattern = kind.pattern
-            outer, summed = divided(op, pattern, place)
-            dims = pattern.operands[place]
+            outer, summed = split_axes(op, pattern, index)
+            dims = pattern.operands[index]
             operands = list(pattern.operands)
-            operands[place] = (*(dims[i] for i in outer), Axes(tuple(n for i in summed for n in dims[i].names)))
+            operands[index] = (*(dims[i] for i in outer), Axes(tuple(n for i in summed for n in dims[i].names)))
             kind = replace(kind, pattern=Pattern(tuple(operands), pattern.result))
-        home = new
-        while home.fused and x.graph is not home and home.parent is not None:
-            home = home.parent
-        key = (x, home, summed)
+        target = new
+        while target.fused and x.graph is not target and target.parent is not None:
+            target = target.parent
+        key = (x, target, summed)
         if key not in self.narrow:
             assert self.formats.activations is not None
-            with self.at(op, home):
-                self.narrow[key] = rounded(x, outer, summed, self.formats.activations, fused=home.fused)
+            with self.in_scope_of(op, target):
+                self.narrow[key] = quantize_activations(x, outer, summed, self.formats.activations, fused=target.fused)
         return self.narrow[key], kind
 
     def product(self, op: Op, kind: Einsum | GroupedMatmul, x: Tensor) -> Tensor:
         """Add a matmul and its scaling to the open kernel."""
-        place, wide, own = self.uses[op].operand, op.results[0].dtype, self.formats.product
-        packed: Tensor = self.tensors[op.operands[place]]
+        index, wide, compute = self.uses[op].operand, op.results[0].dtype, self.formats.product
+        packed: Tensor = self.tensors[op.operands[index]]
         weights, activations = packed.dtype, self.formats.activations
         if isinstance(kind, GroupedMatmul):  # unpacks only the weights of experts that receive rows
-            kind, w = replace(kind, unpacked=sum(packing(weights, scaled=own is None))), packed
+            kind, w = replace(kind, unpacked=sum(packing(weights, scaled=compute is None))), packed
         else:
-            w = unpacked(packed, wide if own is None else self.formats.operand(weights), scaled=own is None)
-        x = x if own is None else cast(x, self.formats.operand(x.dtype))
+            w = dequantize_weight(
+                packed, wide if compute is None else self.formats.operand(weights), scaled=compute is None
+            )
+        x = x if compute is None else cast(x, self.formats.operand(x.dtype))
         operands = [self.tensors[t] for t in op.operands]
-        operands[place], operands[1 - place] = w, x
-        sums = wide if own is None else DTYPES["int32" if own.kind == "int" else "fp32"]
+        operands[index], operands[1 - index] = w, x
+        sums = wide if compute is None else DTYPES["int32" if compute.kind == "int" else "fp32"]
         graph = current_graph()
         y: Tensor = graph.add_op(replace(kind, dtype=sums), operands, "product", op.phase).results[0]
-        calculated = y.dtype if y.dtype.kind == "float" else DTYPES["fp32"]
-        if own is not None and weights.element and weights.block:
-            y = added_up(y, groups(op, place, weights.block), calculated)
+        scaled_dtype = y.dtype if y.dtype.kind == "float" else DTYPES["fp32"]
+        if compute is not None and weights.element and weights.block:
+            y = sum_groups(y, group_count(op, index, weights.block), scaled_dtype)
         if activations is not None and activations.element:
-            y = pointwise("mul", y, 1.0, dtype=calculated, name="token_scale")
+            y = pointwise("mul", y, 1.0, dtype=scaled_dtype, name="token_scale")
         if weights.element and not weights.block:
-            y = pointwise("mul", y, 1.0, dtype=calculated, name="channel_scale")
+            y = pointwise("mul", y, 1.0, dtype=scaled_dtype, name="channel_scale")
         return cast(y, wide)
 
 
-def _level(op: Op) -> str:
+def _kernel_name(op: Op) -> str:
     """Return an op's kernel name: its last level, without the suffixes of an unrolled loop."""
     return op.name.rpartition("/")[2].partition(".")[0]

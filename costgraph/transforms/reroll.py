@@ -71,14 +71,14 @@ __all__ = [
     "LoopTrace",
     "OutsideReads",
     "Outer",
-    "once",
-    "with_lists",
-    "SlicesApart",
+    "unique_families",
+    "label_list_loops",
+    "SliceSeparator",
     "KernelPrologues",
     "Folder",
     "equal_blocks",
     "fold",
-    "without_an_edge",
+    "larger_side",
     "fold_turns",
 ]
 
@@ -101,14 +101,14 @@ def layout(t: Tensor) -> tuple[object, ...]:
     return t.sizes, t.dtype, t.strides, t.offset, t.domain
 
 
-def _shared(op: Op) -> list[int | None]:
+def _aliased_operands(op: Op) -> list[int | None]:
     """Return, for each result, the index of the operand that shares its storage, or None."""
     stored = [t.storage for t in op.operands]
     return [stored.index(t.storage) if t.storage in stored else None for t in op.results]
 
 
 def difference(a: Op, b: Op, names: tuple[Names, Names]) -> str | None:
-    """Describe how two ops at the same position of two blocks differ, apart from their operands; None if equal.
+    """Describe how two ops at the same position of two blocks differ, ignoring their operands; None if equal.
 
     `names` map a scope to its form relative to each block.
     """
@@ -120,20 +120,20 @@ def difference(a: Op, b: Op, names: tuple[Names, Names]) -> str | None:
     }
     if a.call is not None and b.call is not None:
         facts["target"] = a.call.target, b.call.target
-    for name, (mine, other) in facts.items():
-        if mine != other:
-            return f"{b.name!r} has {name} {other!r}, {a.name!r} has {mine!r}"
-    if [*map(_stored, a.results)] != [*map(_stored, b.results)] or _shared(a) != _shared(b):
-        return f"{b.name!r} makes {_told(b.results)}, {a.name!r} makes {_told(a.results)}"
-    stated = b.kind.facts()
-    for name, mine in a.kind.facts().items():
-        other = stated[name]
-        if name != "body" and mine != other:
-            return f"{b.name!r} has {name} {shown(other, 120)}, {a.name!r} has {shown(mine, 120)}"
+    for name, (value_a, value_b) in facts.items():
+        if value_a != value_b:
+            return f"{b.name!r} has {name} {value_b!r}, {a.name!r} has {value_a!r}"
+    if [*map(_stored, a.results)] != [*map(_stored, b.results)] or _aliased_operands(a) != _aliased_operands(b):
+        return f"{b.name!r} returns {_tensor_list(b.results)}, {a.name!r} returns {_tensor_list(a.results)}"
+    facts_b = b.kind.facts()
+    for name, value_a in a.kind.facts().items():
+        value_b = facts_b[name]
+        if name != "body" and value_a != value_b:
+            return f"{b.name!r} has {name} {shown(value_b, 120)}, {a.name!r} has {shown(value_a, 120)}"
     if a.call != b.call:
         return f"{b.name!r} has call {shown(b.call, 120)}, {a.name!r} has {shown(a.call, 120)}"
     if a.body is not None and b.body is not None:
-        return _bodies(a.body, b.body, names)
+        return _body_difference(a.body, b.body, names)
     return None
 
 
@@ -141,24 +141,24 @@ def _stored(t: Tensor) -> tuple[object, ...]:
     return *layout(t), t.storage.bytes, t.storage.pieces
 
 
-def _told(tensors: Sequence[Tensor]) -> str:
+def _tensor_list(tensors: Sequence[Tensor]) -> str:
     return ", ".join(map(repr, tensors[:3])) or "nothing"
 
 
-def _bodies(a: Graph, b: Graph, names: tuple[Names, Names]) -> str | None:
+def _body_difference(a: Graph, b: Graph, names: tuple[Names, Names]) -> str | None:
     """Describe how two bodies differ: ops are compared in order."""
     if len(a.ops) != len(b.ops) or a.fused != b.fused:
         return f"body {b.name!r} has {len(b.ops)} ops, {a.name!r} has {len(a.ops)}"
-    mine, other = _numbered(a), _numbered(b)
-    if [layout(t) for t in mine] != [layout(t) for t in other]:
+    numbers_a, numbers_b = _tensor_numbers(a), _tensor_numbers(b)
+    if [layout(t) for t in numbers_a] != [layout(t) for t in numbers_b]:
         return f"body {b.name!r} has other tensors than {a.name!r}"
     for x, y in zip(a.ops, b.ops, strict=True):
         text = difference(x, y, names)
-        if text is None and [mine[t] for t in x.operands] != [other[t] for t in y.operands]:
+        if text is None and [numbers_a[t] for t in x.operands] != [numbers_b[t] for t in y.operands]:
             text = f"{y.name!r} reads other tensors than {x.name!r}"
         if text is not None:
             return text
-    same = [mine[t] for t in a.outputs] == [other[t] for t in b.outputs]
+    same = [numbers_a[t] for t in a.outputs] == [numbers_b[t] for t in b.outputs]
     return None if same else f"body {b.name!r} has other outputs than {a.name!r}"
 
 
@@ -167,13 +167,13 @@ def unlike(a: Graph, b: Graph) -> str | None:
     roles = [[(t.role, *layout(t)) for t in g.tensors if t.producer is None] for g in (a, b)]
     if roles[0] != roles[1]:
         return "other parameters, inputs or buffers"
-    return _bodies(a, b, (str, str))
+    return _body_difference(a, b, (str, str))
 
 
-def _numbered(graph: Graph) -> dict[Tensor, int]:
+def _tensor_numbers(graph: Graph) -> dict[Tensor, int]:
     """Number a body's tensors: formals first, then op results, then its own sources."""
-    own = [t for t in graph.tensors if t.producer is None and t.role != "formal"]
-    return {t: i for i, t in enumerate([*graph.formals, *(r for op in graph.ops for r in op.results), *own])}
+    sources = [t for t in graph.tensors if t.producer is None and t.role != "formal"]
+    return {t: i for i, t in enumerate([*graph.formals, *(r for op in graph.ops for r in op.results), *sources])}
 
 
 # -- block-relative values ---------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def _numbered(graph: Graph) -> dict[Tensor, int]:
 class SameIteration:
     """An op's result in the same iteration."""
 
-    at: int
+    position: int
     """position of the op in the iteration"""
     result: int
     """index of the result"""
@@ -243,7 +243,7 @@ class View:
 
     of: Value
     run: int
-    at: int
+    position: int
     result: int
 
 
@@ -300,12 +300,12 @@ class Labels:
         self.scope = scope
         self._prefix = f"{scope}/" if scope else ""
         self._scoped = re.compile(rf"^{path}(\d+)(?=/|$)")
-        # optimizer sources have the path of their parameter after a level of their own
+        # the names of optimizer sources are the path of their parameter after an 'optimizer' level
         self._named = re.compile(rf"(?<![^/]){path}(\d+)(?=/|$)" if scope else r"(?:^|(?<=^optimizer/))(\d+)(?=/|$)")
         self._played = re.compile(rf"^{path}.*\.i(\d+)(?=_\d+$|$)")
         self.unrolled = not any(self._scoped.match(op.scope) for op in graph.ops)
         self.sources = {
-            t: found for t in graph.tensors if t.producer is None and (found := self._number(t.name)) is not None
+            t: number for t in graph.tensors if t.producer is None and (number := self._number(t.name)) is not None
         }
         """block of each source"""
         self.ops = self._labelled(graph)
@@ -315,20 +315,20 @@ class Labels:
         if not numbers or numbers != set(range(self.layers)):
             raise GraphError(
                 f"fold of graph {graph.name!r}: no blocks 0, 1, ... in scope {shorten(scope)}, "
-                f"expected {_choices(graph)}"
+                f"expected {_stack_choices(graph)}"
             )
         if self.layers < FEWEST:
             raise GraphError(
-                f"fold of graph {graph.name!r}: {self.layers} blocks in scope {scope!r}, expected {FEWEST} equal ones "
-                f"at least"
+                f"fold of graph {graph.name!r}: {self.layers} blocks in scope {scope!r}, expected at least "
+                f"{FEWEST} equal blocks"
             )
         self.ops = {op: layer // period for op, layer in self.ops.items()}
         self.sources = {t: layer // period for t, layer in self.sources.items()}
         self.count = -(-self.layers // period)
 
     def _number(self, name: str) -> int | None:
-        found = (self._played if self.unrolled else self._named).search(name)
-        return None if found is None else int(found.group(1))
+        match = (self._played if self.unrolled else self._named).search(name)
+        return None if match is None else int(match.group(1))
 
     def _labelled(self, graph: Graph) -> dict[Op, int]:
         """Assign each op to the block of its scope, or to the only block whose sources it reads.
@@ -339,25 +339,27 @@ class Labels:
         grads = {g.storage: b for t, b in self.sources.items() if (g := graph.gradients.get(t)) is not None}
         out: dict[Op, int] = {}
         for op in graph.ops:
-            found = self._played.match(op.name) if self.unrolled else self._scoped.match(op.scope)
-            known = {**grads, **stored} if op.phase == "optimizer" else stored
-            read = {known[t.storage] for t in op.operands if t.storage in known}
-            if found is not None:
-                out[op] = int(found.group(1))
+            match = self._played.match(op.name) if self.unrolled else self._scoped.match(op.scope)
+            block_of = {**grads, **stored} if op.phase == "optimizer" else stored
+            read = {block_of[t.storage] for t in op.operands if t.storage in block_of}
+            if match is not None:
+                out[op] = int(match.group(1))
             elif len(read) == 1 and not isinstance(op.kind, KeepAlive):  # a `KeepAlive` follows when memory is freed
                 (out[op],) = read
                 if op.phase == "optimizer":  # an update's later ops read its results
                     stored |= {t.storage: out[op] for t in op.results}
         return out
 
-    def taking_turns(self) -> int:
+    def alternation_period(self) -> int:
         """Return the period of alternating layers: the shortest one with the longest periodic stretch."""
-        found: list[list[object]] = [[] for _ in range(self.layers)]
+        signatures: list[list[object]] = [[] for _ in range(self.layers)]
         for op, layer in {} if self.unrolled else self.ops.items():
             sizes = tuple(t.sizes for t in op.results)
-            found[layer].append((op.kind.name, op.phase, self.relative(op.scope, layer), sizes))
+            signatures[layer].append((op.kind.name, op.phase, self.relative(op.scope, layer), sizes))
         periods = range(1, min(_LONGEST, self.layers // FEWEST) + 1)
-        stretches = {p: p + max(_stretches([a == b for a, b in zip(found, found[p:], strict=False)])) for p in periods}
+        stretches = {
+            p: p + max(_stretches([a == b for a, b in zip(signatures, signatures[p:], strict=False)])) for p in periods
+        }
         return max(periods, key=lambda p: (stretches[p] // p >= FEWEST, stretches[p], -p))
 
     def relative(self, name: str, block: int) -> str:
@@ -392,9 +394,9 @@ def _stretches(equal: Sequence[bool]) -> Iterator[int]:
     yield from (len(list(group)) for holds, group in groupby(equal) if holds)
 
 
-def _choices(graph: Graph) -> str:
-    found = stacks_of(graph)
-    return f"one of {', '.join(map(repr, found))}" if found else "a graph with a stack of layers"
+def _stack_choices(graph: Graph) -> str:
+    stacks = stacks_of(graph)
+    return f"one of {', '.join(map(repr, stacks))}" if stacks else "a graph with a stack of layers"
 
 
 @dataclass(eq=False)
@@ -415,24 +417,24 @@ class Run:
         """1 if blocks run in ascending order, -1 if in descending order."""
         return 1 if self.blocks[0] < self.blocks[-1] else -1
 
-    def goes_on(self, block: int) -> bool:
+    def can_follow(self, block: int) -> bool:
         """Whether a block can follow."""
         step = block - self.blocks[-1]
         return block not in self.blocks and (step == self.step if len(self.blocks) > 1 else abs(step) == 1)
 
     def within(self, blocks: range) -> Run:
         """Restrict the run to some blocks."""
-        kept = [(b, s) for b, s in zip(self.blocks, self.starts, strict=True) if b in blocks]
-        out = Run(self.phase, [b for b, _ in kept], [s for _, s in kept])
+        pairs = [(b, s) for b, s in zip(self.blocks, self.starts, strict=True) if b in blocks]
+        out = Run(self.phase, [b for b, _ in pairs], [s for _, s in pairs])
         out.length = min((b - a for a, b in zip(out.starts, out.starts[1:], strict=False)), default=0)
         return out
 
 
 def find_runs(ops: Sequence[Op], labels: Labels) -> list[Run]:
     """Return the passes over the blocks, in program order."""
-    seen = [(i, op, labels.ops[op]) for i, op in enumerate(ops) if op in labels.ops]
+    labelled = [(i, op, labels.ops[op]) for i, op in enumerate(ops) if op in labels.ops]
     runs: list[Run] = []
-    for phase, group in groupby(seen, lambda row: _PASS.get(row[1].phase, row[1].phase)):
+    for phase, group in groupby(labelled, lambda row: _PASS.get(row[1].phase, row[1].phase)):
         runs += _passes(phase, [(i, label) for i, _, label in group], labels.count)
     return [run for run in runs if len(run.blocks) >= FEWEST]
 
@@ -440,12 +442,12 @@ def find_runs(ops: Sequence[Op], labels: Labels) -> list[Run]:
 _PASS: Mapping[str, str] = {"recompute": "backward"}
 
 
-def _passes(phase: str, seen: Sequence[tuple[int, int]], count: int) -> Iterator[Run]:
+def _passes(phase: str, labelled: Sequence[tuple[int, int]], count: int) -> Iterator[Run]:
     run = Run(phase)
-    for i, label in seen:
+    for i, label in labelled:
         if run.blocks and (label == run.blocks[-1] or (label in run.blocks and len(run.blocks) < count)):
             continue
-        if run.blocks and not run.goes_on(label):
+        if run.blocks and not run.can_follow(label):
             yield run
             run = Run(phase)
         run.blocks.append(label)
@@ -478,11 +480,11 @@ class Plan:
             self.slices[value.of.family] = None
         return value
 
-    def ago(self, of: SameIteration | Member, turns: int) -> EarlierIteration:
+    def carried_value(self, of: SameIteration | Member, distance: int) -> EarlierIteration:
         """Return a value from some iterations earlier that no iteration reads, for an op after the loop."""
-        known = max((c for c in self.carries if c.of == of), key=lambda c: len(c.starts), default=None)
-        starts = () if known is None else known.starts[-turns:]
-        out = EarlierIteration(of, (None,) * (turns - len(starts)) + starts)
+        longest = max((c for c in self.carries if c.of == of), key=lambda c: len(c.starts), default=None)
+        starts = () if longest is None else longest.starts[-distance:]
+        out = EarlierIteration(of, (None,) * (distance - len(starts)) + starts)
         self.carry(out)
         return out
 
@@ -490,7 +492,7 @@ class Plan:
 class Match:
     """Compares a range of blocks.
 
-    Raises Differs if two neighbours are not equal, and GraphError if equal blocks read values that a loop cannot
+    Raises BlocksDiffer if two neighbours are not equal, and GraphError if equal blocks read values that a loop cannot
     express.
     """
 
@@ -504,8 +506,10 @@ class Match:
             if set(run.blocks) & set(blocks):
                 self._place(run)
         if not self.plans:
-            raise GraphError(f"fold of graph {graph.name!r}: nothing goes over the blocks in order, expected a stack")
-        self._own()
+            raise GraphError(
+                f"fold of graph {graph.name!r}: no pass executes the blocks in order, expected a stack of layers"
+            )
+        self._match_sources()
         for plan in self.plans:
             self._equal(plan)
         self._leftover()
@@ -519,36 +523,40 @@ class Match:
         missing = [b for b in self.blocks if b not in run.blocks]
         if missing:
             low = min(missing[0], self.blocks[-1] - 1)
-            raise BlocksDiffer((low, low + 1), f"block {missing[0]} has no {run.phase} pass, others have one")
+            raise BlocksDiffer((low, low + 1), f"block {missing[0]} has no {run.phase} pass, unlike the others")
         plan = Plan(run.within(self.blocks), len(self.plans))
         self.plans.append(plan)
-        for turn, start in enumerate(plan.run.starts):
-            for at, op in enumerate(self.ops[start : start + plan.run.length]):
-                self.places[op] = plan, turn, at
+        for iteration, start in enumerate(plan.run.starts):
+            for position, op in enumerate(self.ops[start : start + plan.run.length]):
+                self.places[op] = plan, iteration, position
 
-    def _own(self) -> None:
+    def _match_sources(self) -> None:
         """Find each block's sources, by names that differ only in the block number."""
         named: dict[str, dict[int, Tensor]] = {}
         for t, block in self.labels.sources.items():
             if block in self.blocks:
                 named.setdefault(self.labels.plain(t.name), {})[block] = t
-        for found in named.values():
+        for by_block in named.values():
             for a, b in zip(self.blocks, self.blocks[1:], strict=False):
-                mine, other = found.get(a), found.get(b)
-                if mine is None and other is None:  # only a later block has it
+                source_a, source_b = by_block.get(a), by_block.get(b)
+                if source_a is None and source_b is None:  # only a later block has it
                     continue
-                if mine is None or other is None:
-                    has, lacks = (b, a) if mine is None else (a, b)
+                if source_a is None or source_b is None:
+                    has, lacks = (b, a) if source_a is None else (a, b)
                     text = (
-                        f"blocks {a} and {b} differ: block {has} has {found[has].name!r}, block {lacks} nothing like it"
+                        f"blocks {a} and {b} differ: block {has} has {by_block[has].name!r}, but block {lacks} has "
+                        f"no counterpart"
                     )
                     raise BlocksDiffer((a, b), text)
-                if _facts(mine) != _facts(other):
-                    text = f"blocks {a} and {b} differ: {other.name!r} is {other!r}, {mine.name!r} is {mine!r}"
+                if _facts(source_a) != _facts(source_b):
+                    text = (
+                        f"blocks {a} and {b} differ: {source_b.name!r} is {source_b!r}, "
+                        f"{source_a.name!r} is {source_a!r}"
+                    )
                     raise BlocksDiffer((a, b), text)
-            self.own(tuple(found[b] for b in self.blocks))
+            self.add_family(tuple(by_block[b] for b in self.blocks))
 
-    def own(self, members: tuple[Tensor, ...]) -> PerBlock:
+    def add_family(self, members: tuple[Tensor, ...]) -> PerBlock:
         """Register a family of sources, one per block."""
         family = PerBlock(members)
         self.owners |= dict.fromkeys(members, family)
@@ -557,80 +565,85 @@ class Match:
     def _equal(self, plan: Plan) -> None:
         """Compare ops in neighbouring iterations, apart from their operands."""
         run = plan.run
-        for turn in range(len(run.blocks) - 1):
-            pair = run.blocks[turn], run.blocks[turn + 1]
-            starts = run.starts[turn], run.starts[turn + 1]
-            ends = starts[1], run.starts[turn + 2] if turn + 2 < len(run.starts) else starts[1] + run.length
+        for iteration in range(len(run.blocks) - 1):
+            pair = run.blocks[iteration], run.blocks[iteration + 1]
+            starts = run.starts[iteration], run.starts[iteration + 1]
+            ends = starts[1], run.starts[iteration + 2] if iteration + 2 < len(run.starts) else starts[1] + run.length
             names = [lambda name, b=b: self.labels.relative(name, b) for b in pair]
-            mine, other = (self.ops[s:e] for s, e in zip(starts, ends, strict=True))
-            for a, b in zip(mine, other, strict=False):
+            ops_a, ops_b = (self.ops[s:e] for s, e in zip(starts, ends, strict=True))
+            for a, b in zip(ops_a, ops_b, strict=False):
                 text = difference(a, b, (names[0], names[1]))
                 if text is not None:
                     raise BlocksDiffer(pair, f"blocks {pair[0]} and {pair[1]} differ: {text}")
-            if len(mine) != len(other):
-                found = f"{len(mine)} and {len(other)} ops in their {run.phase} pass"
-                raise BlocksDiffer(pair, f"blocks {pair[0]} and {pair[1]} differ: {found}")
+            if len(ops_a) != len(ops_b):
+                counts_text = f"{len(ops_a)} and {len(ops_b)} ops in their {run.phase} pass"
+                raise BlocksDiffer(pair, f"blocks {pair[0]} and {pair[1]} differ: {counts_text}")
 
     def _leftover(self) -> None:
         """Check that all ops in the blocks belong to runs."""
         for op, block in self.labels.ops.items():
             if block in self.blocks and op not in self.places:
                 low = min(block, self.blocks[-2])
-                raise BlocksDiffer((low, low + 1), f"{op.name!r} of block {block} stands apart from the rest of it")
+                raise BlocksDiffer(
+                    (low, low + 1), f"{op.name!r} of block {block} is separate from the other ops of the block"
+                )
 
     def _consistent(self) -> None:
         """Check that no block-specific source is read by all blocks."""
         for plan in self.plans:
-            for at, values in enumerate(plan.reads):
-                lent = [t for v in values if (t := _lent(v)) in self.owners]
-                if lent:
+            for position, values in enumerate(plan.reads):
+                outside = [t for v in values if (t := _outside_tensor(v)) in self.owners]
+                if outside:
                     raise GraphError(
-                        f"fold of graph {self.graph.name!r}: {self.ops[plan.run.starts[-1] + at].name!r} reads "
-                        f"{lent[0]!r} in every block, which one block has for itself"
+                        f"fold of graph {self.graph.name!r}: {self.ops[plan.run.starts[-1] + position].name!r} reads "
+                        f"{outside[0]!r} in every block, but it belongs to a single block"
                     )
 
     # -- operands ------------------------------------------------------------------------------------------------
 
     def _read(self, plan: Plan) -> None:
         run = plan.run
-        for at in range(run.length):
-            ops = [self.ops[start + at] for start in run.starts]
+        for position in range(run.length):
+            ops = [self.ops[start + position] for start in run.starts]
             values = tuple(self.value(plan, ops, [op.operands[i] for op in ops]) for i in range(len(ops[0].operands)))
             plan.reads.append(values)
 
     def value(self, plan: Plan, ops: Sequence[Op], tensors: Sequence[Tensor]) -> Value:
         """Return the value at one operand position of a run."""
-        refs = [self.ref(plan, turn, t) for turn, t in enumerate(tensors)]
-        if all(ref == refs[0] for ref in refs) and isinstance(refs[0], _Made) and not refs[0].ago:
-            return SameIteration(refs[0].at, refs[0].result)
+        refs = [self.ref(plan, iteration, t) for iteration, t in enumerate(tensors)]
+        if all(ref == refs[0] for ref in refs) and isinstance(refs[0], _RunResult) and not refs[0].distance:
+            return SameIteration(refs[0].position, refs[0].result)
         tensors = [as_stored(t) for t in tensors]
-        seen = {self.from_outside(t) for t in tensors}
-        if len(seen) == 1 and None not in seen:
-            (value,) = seen
+        outside_values = {self.from_outside(t) for t in tensors}
+        if len(outside_values) == 1 and None not in outside_values:
+            (value,) = outside_values
             assert value is not None
             return value
-        refs = [self.ref(plan, turn, t) for turn, t in enumerate(tensors)]
-        reading = _Reading(self, plan, ops, tensors, refs)
+        refs = [self.ref(plan, iteration, t) for iteration, t in enumerate(tensors)]
+        reads = _OperandReads(self, plan, ops, tensors, refs)
         for typical in (refs[-1], refs[len(refs) // 2]):  # the edges may read other values
-            if isinstance(typical, _Made):
-                return reading.made(typical)
+            if isinstance(typical, _RunResult):
+                return reads.from_run(typical)
             if isinstance(typical, _Member):
-                return reading.member(typical)
-        return reading.fixed()
+                return reads.from_family(typical)
+        return reads.from_outside()
 
-    def ref(self, plan: Plan, turn: int, t: Tensor) -> _Made | _Member | Tensor:
+    def ref(self, plan: Plan, iteration: int, t: Tensor) -> _RunResult | _Member | Tensor:
         """Describe a tensor relative to an iteration."""
-        block = plan.run.blocks[turn]
+        block = plan.run.blocks[iteration]
         if t in self.owners:
             family = self.owners[t]
             return _Member(family, self.blocks[family.members.index(t)] - block)
         if t.producer is None or t.producer not in self.places:
             return t
-        other, made, at = self.places[t.producer]
+        other, producer_iteration, position = self.places[t.producer]
         result = t.producer.results.index(t)
         if other is plan:
-            return _Made(turn - made, at, result)
-        return _Member(EarlierRunSlices(other.number, SameIteration(at, result)), other.run.blocks[made] - block)
+            return _RunResult(iteration - producer_iteration, position, result)
+        return _Member(
+            EarlierRunSlices(other.number, SameIteration(position, result)),
+            other.run.blocks[producer_iteration] - block,
+        )
 
     def from_outside(self, t: Tensor) -> LoopInvariant | View | None:
         """Return the value of a tensor from outside the blocks, or a view of one, whichever block made the view."""
@@ -639,17 +652,17 @@ class Match:
         if t.producer is None or t.producer not in self.places:
             return LoopInvariant(t)
         of = self.from_outside(t.producer.operands[0]) if is_free_view(t.producer) else None
-        plan, _, at = self.places[t.producer]
-        return None if of is None else View(of, plan.number, at, 0)
+        plan, _, position = self.places[t.producer]
+        return None if of is None else View(of, plan.number, position, 0)
 
-    def at(self, plan: Plan, value: SameIteration, turn: int = -1) -> Tensor:
+    def tensor_at(self, plan: Plan, value: SameIteration, iteration: int = -1) -> Tensor:
         """Return a value's tensor in an iteration."""
-        return self.ops[plan.run.starts[turn] + value.at].results[value.result]
+        return self.ops[plan.run.starts[iteration] + value.position].results[value.result]
 
     def typical(self, plan: Plan, value: Value | Family) -> Tensor:
         """Return a tensor with the layout of a value."""
         if isinstance(value, SameIteration):
-            return self.at(plan, value)
+            return self.tensor_at(plan, value)
         if isinstance(value, EarlierIteration | View):
             return self.typical(plan, value.of) if isinstance(value, EarlierIteration) else self._viewed(value)
         if isinstance(value, LoopInvariant):
@@ -662,15 +675,15 @@ class Match:
         )
 
     def _viewed(self, value: View) -> Tensor:
-        return self.at(self.plans[value.run], SameIteration(value.at, value.result))
+        return self.tensor_at(self.plans[value.run], SameIteration(value.position, value.result))
 
 
 @dataclass(frozen=True)
-class _Made:
+class _RunResult:
     """A result from the same run, some iterations earlier."""
 
-    ago: int
-    at: int
+    distance: int
+    position: int
     result: int
 
 
@@ -683,45 +696,45 @@ class _Member:
 
 
 @dataclass
-class _Reading:
+class _OperandReads:
     """One operand at one position, in all iterations."""
 
     match: Match
     plan: Plan
     ops: Sequence[Op]
     tensors: Sequence[Tensor]
-    refs: Sequence[_Made | _Member | Tensor]
+    refs: Sequence[_RunResult | _Member | Tensor]
 
-    def differs(self, turn: int) -> BlocksDiffer:
+    def differs(self, iteration: int) -> BlocksDiffer:
         """Return the error for an iteration that reads another value than the next one."""
-        turn = min(turn, len(self.ops) - 2)
-        pair = self.plan.run.blocks[turn], self.plan.run.blocks[turn + 1]
-        a, b = (f"{self.ops[i].name!r} reads {self.tensors[i].name!r}" for i in (turn, turn + 1))
+        iteration = min(iteration, len(self.ops) - 2)
+        pair = self.plan.run.blocks[iteration], self.plan.run.blocks[iteration + 1]
+        a, b = (f"{self.ops[i].name!r} reads {self.tensors[i].name!r}" for i in (iteration, iteration + 1))
         return BlocksDiffer(pair, f"blocks {pair[0]} and {pair[1]} differ: {b}, {a}")
 
-    def made(self, typical: _Made) -> Value:
-        for turn, ref in enumerate(self.refs):
-            regular = ref == typical if turn >= typical.ago else not isinstance(ref, _Made)
-            if not regular or layout(self.tensors[turn]) != layout(self.tensors[-1]):
-                raise self.differs(turn)
-        of = SameIteration(typical.at, typical.result)
-        return self.carried(EarlierIteration(of, tuple(self.tensors[: typical.ago]))) if typical.ago else of
+    def from_run(self, typical: _RunResult) -> Value:
+        for iteration, ref in enumerate(self.refs):
+            regular = ref == typical if iteration >= typical.distance else not isinstance(ref, _RunResult)
+            if not regular or layout(self.tensors[iteration]) != layout(self.tensors[-1]):
+                raise self.differs(iteration)
+        of = SameIteration(typical.position, typical.result)
+        return self.carried(EarlierIteration(of, tuple(self.tensors[: typical.distance]))) if typical.distance else of
 
     def carried(self, value: EarlierIteration) -> EarlierIteration:
         self.plan.carry(value)
         return value
 
-    def fixed(self) -> Value:
+    def from_outside(self) -> Value:
         changes = [t is not self.tensors[i + 1] for i, t in enumerate(self.tensors[:-1])]
         if any(not isinstance(ref, Tensor) for ref in self.refs) or not all(changes):
             raise self.differs(changes.index(any(changes)))
         if len({*self.tensors}) < len(self.tensors) or any(t.producer is not None for t in self.tensors):
             raise self.differs(0)
         members = self.tensors[:: self.plan.run.step]
-        for turn, (a, b) in enumerate(zip(self.tensors, self.tensors[1:], strict=False)):
+        for iteration, (a, b) in enumerate(zip(self.tensors, self.tensors[1:], strict=False)):
             if _facts(a) != _facts(b):
-                raise self.differs(turn)
-        return self.slice(self.match.own(tuple(members)))
+                raise self.differs(iteration)
+        return self.slice(self.match.add_family(tuple(members)))
 
     def slice(self, family: Family) -> Member:
         self.plan.slices[family] = None
@@ -731,12 +744,12 @@ class _Reading:
                 self.match.plans[family.run].carry(family.value)
         return Member(family)
 
-    def member(self, typical: _Member) -> Value:
+    def from_family(self, typical: _Member) -> Value:
         blocks, shift = self.match.blocks, typical.shift
-        for turn, ref in enumerate(self.refs):
-            regular = ref == typical if self.plan.run.blocks[turn] + shift in blocks else isinstance(ref, Tensor)
-            if not regular or layout(self.tensors[turn]) != layout(self.tensors[-1]):
-                raise self.differs(turn)
+        for iteration, ref in enumerate(self.refs):
+            regular = ref == typical if self.plan.run.blocks[iteration] + shift in blocks else isinstance(ref, Tensor)
+            if not regular or layout(self.tensors[iteration]) != layout(self.tensors[-1]):
+                raise self.differs(iteration)
         if not shift:
             return self.view(typical.family) or self.slice(typical.family)
         if shift * self.plan.run.step < 0:
@@ -764,7 +777,7 @@ class _Reading:
         makers = [t.producer for t in self.tensors]
         bases = [maker.operands[0] for maker in makers if maker is not None]
         of = self.match.value(self.plan, self.ops, bases)
-        return View(of, family.run, family.value.at, family.value.result)
+        return View(of, family.run, family.value.position, family.value.result)
 
 
 def is_free_view(op: Op) -> bool:
@@ -774,7 +787,7 @@ def is_free_view(op: Op) -> bool:
     return op.body is None and not op.kind.overwrites() and not any((*op.kind.reads(op), *op.kind.writes(op)))
 
 
-def _lent(value: Value) -> Tensor | None:
+def _outside_tensor(value: Value) -> Tensor | None:
     """Return the tensor from outside that a value is or views."""
     while isinstance(value, View):
         value = value.of
@@ -783,12 +796,12 @@ def _lent(value: Value) -> Tensor | None:
 
 def as_stored(t: Tensor) -> Tensor:
     """Return the earliest tensor with the same storage and layout, seen through views of views."""
-    found = t
+    stored = t
     while t.is_view and t.producer is not None and not t.producer.kind.overwrites():
         t = next(o for o in t.producer.operands if o.storage is t.storage)
-        if layout(t) == layout(found):
-            found = t
-    return found
+        if layout(t) == layout(stored):
+            stored = t
+    return stored
 
 
 def _facts(t: Tensor) -> tuple[object, ...]:
@@ -850,122 +863,126 @@ class StridedSlice:
 class StridedSlices:
     """Finds the slices that advance with the iterations, and the writes into them."""
 
-    def __init__(self, graph: Graph, turns: LoopTrace, group: set[int], depth: int) -> None:
-        self.graph, self.turns, self.group, self.depth = graph, turns, group, depth
+    def __init__(self, graph: Graph, trace: LoopTrace, group: set[int], depth: int) -> None:
+        self.graph, self.trace, self.group, self.depth = graph, trace, group, depth
         self.loops: dict[int, dict[int, list[Op]]] = {}
         """ops of each iteration, by loop"""
-        for op, path in turns.paths.items():
+        for op, path in trace.paths.items():
             if len(path) == depth and path[-1][0] in group:
-                number, turn = path[-1]
-                self.loops.setdefault(number, {}).setdefault(turn, []).append(op)
-        self.count = turns.counts[min(group)]
-        self.played = turns.played[min(group)]
-        self.of: dict[Op, tuple[StridedSlice, int]] = {}
+                number, iteration = path[-1]
+                self.loops.setdefault(number, {}).setdefault(iteration, []).append(op)
+        self.count = trace.counts[min(group)]
+        self.played = trace.played[min(group)]
+        self.slices: dict[Op, tuple[StridedSlice, int]] = {}
         """cut and iteration of each slice"""
-        self.written: dict[Op, tuple[StridedSlice, int]] = {}
+        self.writes: dict[Op, tuple[StridedSlice, int]] = {}
         """cut and iteration of each `SliceUpdate` op, which names the sliced tensor after a write"""
-        self.same: dict[Op, Op] = {}
+        self.duplicates: dict[Op, Op] = {}
         """loop-invariant views, mapped to the first of each"""
-        self.ahead: dict[int, list[Op]] = {}
+        self.invariant_views: dict[int, list[Op]] = {}
         """first loop-invariant views by loop"""
-        self.back = set[int]()
+        self.reversed_loops = set[int]()
         """loops that run from the last position to the first"""
-        for number, found in self.loops.items():
-            self._hoist(number, found)
-            self._look(number, found)
+        for number, iterations in self.loops.items():
+            self._hoist(number, iterations)
+            self._find_slices(number, iterations)
 
-    def turn(self, op: Op) -> int | None:
+    def iteration_position(self, op: Op) -> int | None:
         """Return the position of an op's iteration, in ascending order of slices."""
-        path = self.turns.paths.get(op, ())
-        inside = len(path) == self.depth and path[-1][0] in self.group and op not in self.same
-        return self.at(*path[-1]) if inside else None
+        path = self.trace.paths.get(op, ())
+        is_inside = len(path) == self.depth and path[-1][0] in self.group and op not in self.duplicates
+        return self.slice_position(*path[-1]) if is_inside else None
 
     def loop(self, op: Op) -> int | None:
         """Return an op's loop."""
-        path = self.turns.paths.get(op, ())
+        path = self.trace.paths.get(op, ())
         return path[-1][0] if len(path) == self.depth and path[-1][0] in self.group else None
 
-    def at(self, number: int, turn: int) -> int:
+    def slice_position(self, number: int, iteration: int) -> int:
         """Convert between an iteration and its position in ascending order of slices."""
-        return self.played - 1 - turn if number in self.back else turn
+        return self.played - 1 - iteration if number in self.reversed_loops else iteration
 
-    def once(self, t: Tensor) -> Tensor:
+    def first_view(self, t: Tensor) -> Tensor:
         """Return the first of equal views."""
-        return t if t.producer not in self.same else self.same[t.producer].results[0]
+        return t if t.producer not in self.duplicates else self.duplicates[t.producer].results[0]
 
-    def goes_on(self, op: Op) -> bool:
+    def writes_again(self, op: Op) -> bool:
         """Whether the same iteration writes to the part again."""
-        after = (r for t in op.results for s in t.graph.successors(t) for r in s.results if s in self.written)
-        return any(self.turns.paths.get(t.producer) == self.turns.paths[op] for t in after if t.producer is not None)
+        after = (r for t in op.results for s in t.graph.successors(t) for r in s.results if s in self.writes)
+        return any(self.trace.paths.get(t.producer) == self.trace.paths[op] for t in after if t.producer is not None)
 
-    def start(self, cut: StridedSlice, turn: int) -> Poly:
+    def start(self, cut: StridedSlice, iteration: int) -> Poly:
         """Return the start of an iteration's slice, in the second half relative to the last iteration."""
-        late = turn >= self.played // 2
-        return cut.start + cut.step * (self.count - (self.played - turn) if late else poly(turn))
+        late = iteration >= self.played // 2
+        return cut.start + cut.step * (self.count - (self.played - iteration) if late else poly(iteration))
 
-    def _hoist(self, number: int, found: dict[int, list[Op]]) -> None:
+    def _hoist(self, number: int, iterations: dict[int, list[Op]]) -> None:
         """Find loop-invariant views, to keep only one of each."""
-        own = {op for ops in found.values() for op in ops}
-        written = {op.operands[i].storage for op in own for i in op.kind.overwrites()}
+        loop_ops = {op for ops in iterations.values() for op in ops}
+        written = {op.operands[i].storage for op in loop_ops for i in op.kind.overwrites()}
         alike: dict[tuple[object, ...], list[Op]] = {}
         first: dict[Tensor, Tensor] = {}
-        for ops in found.values():
-            seen = Counter[tuple[object, ...]]()
+        for ops in iterations.values():
+            repeats = Counter[tuple[object, ...]]()
             for op in (op for op in ops if is_free_view(op) and op.results[0].ndim):
                 t = first.get(op.operands[0], op.operands[0])
-                if t.storage in written or (t.producer in own and t not in first.values()):
+                if t.storage in written or (t.producer in loop_ops and t not in first.values()):
                     continue
                 key = (t, op.kind, *layout(op.results[0]))
-                same = alike.setdefault((*key, seen[key]), [])
-                seen[key] += 1
+                same = alike.setdefault((*key, repeats[key]), [])
+                repeats[key] += 1
                 same.append(op)
                 first[op.results[0]] = same[0].results[0]
         for ops in alike.values():
             if len(ops) >= max(FEWEST, self.played - 2):
-                self.same |= dict.fromkeys(ops, ops[0])
-                self.ahead.setdefault(number, []).append(ops[0])
+                self.duplicates |= dict.fromkeys(ops, ops[0])
+                self.invariant_views.setdefault(number, []).append(ops[0])
 
-    def _look(self, number: int, found: dict[int, list[Op]]) -> None:
-        own = dict.fromkeys(op for ops in found.values() for op in ops if op not in self.same)
+    def _find_slices(self, number: int, iterations: dict[int, list[Op]]) -> None:
+        loop_ops = dict.fromkeys(op for ops in iterations.values() for op in ops if op not in self.duplicates)
         slices: dict[tuple[object, ...], dict[int, Op]] = {}
-        for turn, ops in found.items():
-            seen: dict[tuple[object, ...], int] = {}
+        for iteration, ops in iterations.items():
+            repeats: dict[tuple[object, ...], int] = {}
             for op in ops:
-                cut = isinstance(op.kind, Slice) and op in own
-                base = self._base(op.operands[0], own) if cut else None
+                is_slice = isinstance(op.kind, Slice) and op in loop_ops
+                base = self._base(op.operands[0], loop_ops) if is_slice else None
                 if base is None or not isinstance(op.kind, Slice):
                     continue
                 key = (base, op.kind.axis, op.kind.size, op.kind.step)
-                seen[key] = seen.get(key, -1) + 1
-                slices.setdefault((*key, seen[key]), {})[turn] = op
+                repeats[key] = repeats.get(key, -1) + 1
+                slices.setdefault((*key, repeats[key]), {})[iteration] = op
         for (of, axis, size, *_), ops_of in slices.items():
             assert isinstance(of, Tensor)
             assert isinstance(axis, int)
             assert isinstance(size, Poly)
             self._cut(number, of, axis, size, ops_of)
-        steps = {cut.step.constant for cut, _ in self.of.values() if cut.loop == number}
+        steps = {cut.step.constant for cut, _ in self.slices.values() if cut.loop == number}
         back = [isinstance(n, int) and n < 0 for n in steps]
         if any(back) and not all(back):
-            raise GraphError("turns that go forward along one tensor and back along another, expected one way")
-        self.back |= {number} if any(back) else set()
-        self._writes(own)
+            raise GraphError(
+                "slices one tensor in ascending and another in descending order, expected the same direction"
+            )
+        self.reversed_loops |= {number} if any(back) else set()
+        self._writes(loop_ops)
 
-    def _base(self, t: Tensor, own: Collection[Op | None]) -> Tensor | None:
+    def _base(self, t: Tensor, loop_ops: Collection[Op | None]) -> Tensor | None:
         """Return an outside tensor as it was before the iterations wrote to it; None for an iteration's results."""
-        while t.producer is not None and t.producer in own and isinstance(t.producer.kind, SliceUpdate):
+        while t.producer is not None and t.producer in loop_ops and isinstance(t.producer.kind, SliceUpdate):
             t = t.producer.operands[0]
-        return None if t.producer in own else self.once(t)
+        return None if t.producer in loop_ops else self.first_view(t)
 
     def _cut(self, number: int, base: Tensor, axis: int, size: Poly, ops: Mapping[int, Op]) -> None:
         """Record the slices that advance by equal steps: the longest stretch of iterations."""
-        starts = {turn: op.kind.start for turn, op in ops.items() if isinstance(op.kind, Slice)}
-        steps = {turn: starts[turn + 1] - start for turn, start in starts.items() if turn + 1 in starts}
+        starts = {iteration: op.kind.start for iteration, op in ops.items() if isinstance(op.kind, Slice)}
+        steps = {
+            iteration: starts[iteration + 1] - start for iteration, start in starts.items() if iteration + 1 in starts
+        }
         stretches: list[list[int]] = []
-        for turn in sorted(steps):
-            if stretches and stretches[-1][-1] == turn - 1 and steps[turn - 1] == steps[turn]:
-                stretches[-1].append(turn)
+        for iteration in sorted(steps):
+            if stretches and stretches[-1][-1] == iteration - 1 and steps[iteration - 1] == steps[iteration]:
+                stretches[-1].append(iteration)
             else:
-                stretches.append([turn])
+                stretches.append([iteration])
         longest = max(stretches, key=len, default=[])
         if len(longest) + 1 < FEWEST or not steps[longest[0]]:
             return
@@ -973,39 +990,40 @@ class StridedSlices:
         cut = StridedSlice(number, base, axis, starts[first] - step * first, step, size)
         if step * step != size * size and size != ONE:
             raise GraphError(
-                f"turns that take {size} positions of {base.name!r} and go on by {step}, expected as many as they take"
+                f"reads slices of {size} positions of {base.name!r} that advance by {step}, expected a step equal to "
+                f"the size"
             )
-        for turn in (*longest, longest[-1] + 1):
-            cut.members[turn] = ops[turn]
-            self.of[ops[turn]] = cut, turn
+        for iteration in (*longest, longest[-1] + 1):
+            cut.members[iteration] = ops[iteration]
+            self.slices[ops[iteration]] = cut, iteration
 
-    def _writes(self, own: Collection[Op]) -> None:
+    def _writes(self, loop_ops: Collection[Op]) -> None:
         """Find writes into slices of outside tensors, and check that their other parts are not read meanwhile."""
         written: dict[Tensor, dict[int, tuple[Op, StridedSlice]]] = {}
-        for op in own:
-            base = self._base(op.operands[0], own) if isinstance(op.kind, SliceUpdate) else None
+        for op in loop_ops:
+            base = self._base(op.operands[0], loop_ops) if isinstance(op.kind, SliceUpdate) else None
             if base is None:
                 continue
-            turn = self.turns.paths[op][-1][1]
-            mine = ((s.results[0], c) for s, (c, k) in self.of.items() if k == turn and c.base is base)
-            cut = next((c for t, c in mine if same_place(t, op.operands[1])), None)
-            before = written.get(base, {}).get(turn, (op, cut))[1]
-            if cut is None or before is None or before.span() != cut.span():
+            iteration = self.trace.paths[op][-1][1]
+            slices = ((s.results[0], c) for s, (c, k) in self.slices.items() if k == iteration and c.base is base)
+            cut = next((c for t, c in slices if same_place(t, op.operands[1])), None)
+            previous = written.get(base, {}).get(iteration, (op, cut))[1]
+            if cut is None or previous is None or previous.span() != cut.span():
                 raise GraphError(
-                    f"{op.operands[1].name!r} is written into {base.name!r}, expected one part in each turn, "
-                    f"which goes on with the turns"
+                    f"{op.operands[1].name!r} is written into {base.name!r}, expected one slice per iteration, "
+                    f"which advances with the iterations"
                 )
             cut.unseen |= isinstance(op.kind, SliceUpdate) and op.kind.unseen
-            written.setdefault(base, {})[turn] = op, cut
-            self.written[op] = cut, turn
-        for op in own if written else ():
+            written.setdefault(base, {})[iteration] = op, cut
+            self.writes[op] = cut, iteration
+        for op in loop_ops if written else ():
             for t in op.operands:
-                base = self._base(t, own)
-                if base not in written or op in self.written:
+                base = self._base(t, loop_ops)
+                if base not in written or op in self.writes:
                     continue
                 spans = {cut.span() for _, cut in written[base].values()}
-                if op not in self.of or {self.of[op][0].span()} != spans:
-                    raise GraphError(f"{op.name!r} reads {base.name!r}, parts of which other turns have written")
+                if op not in self.slices or {self.slices[op][0].span()} != spans:
+                    raise GraphError(f"{op.name!r} reads {base.name!r}, parts of which other iterations have written")
 
 
 # -- ops outside runs --------------------------------------------------------------------------------------------------
@@ -1016,9 +1034,8 @@ Outer = LoopInvariant | View | Member | FinalCarry
 class OutsideReads:
     """Describes operands outside the runs, and records in the plans which values must leave a loop.
 
-    Raises GraphError if a value of one block other than the last is read. A `KeepAlive` may hold the values of some
-    blocks
-    if the others are needed later anyway; `exact` ones represent their reader and must hold all.
+    Raises GraphError if a value of one block other than the last is read. A `KeepAlive` may hold the values of only
+    some blocks if the others are needed later anyway; those in `exact` represent their reader and must hold all.
     """
 
     def __init__(self, match: Match, exact: Collection[Op] = ()) -> None:
@@ -1028,47 +1045,47 @@ class OutsideReads:
         self.starts: dict[tuple[int, Tensor], Outer] = {}
         """initial values of carries, by run and tensor"""
         self.gradients: dict[Outer, Outer] = {}
-        self._at = {op: i for i, op in enumerate(match.graph.ops)}
+        self._index = {op: i for i, op in enumerate(match.graph.ops)}
         starts = {plan.run.starts[0]: plan for plan in match.plans}
         for i, op in enumerate(match.ops):
             if i in starts:
-                self._enter(starts[i], i)
+                self._describe_starts(starts[i], i)
             if op not in match.places:
-                self._add(op, i)
+                self._describe_operands(op, i)
         end = len(match.ops)
-        self.outputs = once(self._several(match.graph.outputs, end, "an output"))
+        self.outputs = unique_families(self._describe_all(match.graph.outputs, end, "an output"))
         self._gradients(end)
 
-    def _enter(self, plan: Plan, i: int) -> None:
+    def _describe_starts(self, plan: Plan, i: int) -> None:
         """Describe the initial values of a run's carries."""
         for value in plan.carries:
             for t in value.starts:
                 if t is not None:
-                    self.starts[plan.number, t] = self.one(t, i, f"block {plan.run.blocks[0]}")
+                    self.starts[plan.number, t] = self.describe(t, i, f"block {plan.run.blocks[0]}")
 
-    def _add(self, op: Op, i: int) -> None:
+    def _describe_operands(self, op: Op, i: int) -> None:
         """Describe an outside op's operands."""
         if isinstance(op.kind, KeepAlive):
-            at = len(self.match.ops) if op in self.exact else i
+            index = len(self.match.ops) if op in self.exact else i
             if op in self.exact:
-                self._has_edges(op)
-            self.reads[op] = tuple(self._several(op.operands, at, repr(op.name)))
+                self._need_edges(op)
+            self.reads[op] = tuple(self._describe_all(op.operands, index, repr(op.name)))
         else:
-            self.reads[op] = tuple(self.one(t, i, repr(op.name)) for t in op.operands)
+            self.reads[op] = tuple(self.describe(t, i, repr(op.name)) for t in op.operands)
 
-    def _has_edges(self, op: Op) -> None:
-        """Raise Differs if a list lacks values from blocks at an edge."""
+    def _need_edges(self, op: Op) -> None:
+        """Raise BlocksDiffer if a list lacks values from blocks at an edge."""
         among, blocks = {as_stored(t) for t in op.operands}, self.match.blocks
         for family in {f for t in op.operands if (f := self.family(t)) is not None}:
-            here = [b for b, t in zip(blocks, self.members(family), strict=True) if t in among]
-            if here != [*range(here[0], here[-1] + 1)]:
+            present = [b for b, t in zip(blocks, self.members(family), strict=True) if t in among]
+            if present != [*range(present[0], present[-1] + 1)]:
                 continue
-            for low in (here[0] - 1, here[-1]):
+            for low in (present[0] - 1, present[-1]):
                 if blocks.start <= low < blocks.stop - 1:
                     pair = low, low + 1
-                    raise BlocksDiffer(pair, f"{op.name!r} has something of one of blocks {low} and {low + 1} alone")
+                    raise BlocksDiffer(pair, f"{op.name!r} has a value of only one of blocks {low} and {low + 1}")
 
-    def _of(self, t: Tensor) -> bool:
+    def _in_blocks(self, t: Tensor) -> bool:
         """Whether a tensor is computed or owned by a block."""
         return t in self.match.owners or t.producer in self.match.places
 
@@ -1079,8 +1096,8 @@ class OutsideReads:
             return self.match.owners[t]
         if t.producer is None or t.producer not in self.match.places:
             return None
-        plan, _, at = self.match.places[t.producer]
-        return EarlierRunSlices(plan.number, SameIteration(at, t.producer.results.index(t)))
+        plan, _, position = self.match.places[t.producer]
+        return EarlierRunSlices(plan.number, SameIteration(position, t.producer.results.index(t)))
 
     def members(self, family: Family) -> tuple[Tensor, ...]:
         """Return the tensors of a family in block order."""
@@ -1088,8 +1105,8 @@ class OutsideReads:
             return family.members
         plan = self.match.plans[family.run]
         assert isinstance(family.value, SameIteration)
-        turns = range(len(plan.run.blocks))[:: plan.run.step]
-        return tuple(self.match.at(plan, family.value, turn) for turn in turns)
+        iterations = range(len(plan.run.blocks))[:: plan.run.step]
+        return tuple(self.match.tensor_at(plan, family.value, iteration) for iteration in iterations)
 
     def _complete(self, tensors: Sequence[Tensor], i: int) -> set[Family]:
         """Return the families whose members are all among `tensors`, or needed after position `i` anyway."""
@@ -1104,43 +1121,43 @@ class OutsideReads:
             return False
         while i and isinstance(ops[i].kind, KeepAlive):
             i -= 1
-        return t in graph.outputs or any(self._at[op] >= i for op in graph.successors(t))
+        return t in graph.outputs or any(self._index[op] >= i for op in graph.successors(t))
 
-    def _several(self, tensors: Sequence[Tensor], i: int, reader: str) -> list[Outer]:
+    def _describe_all(self, tensors: Sequence[Tensor], i: int, reader: str) -> list[Outer]:
         """Describe a list of tensors that may contain whole families."""
         out: list[Outer] = []
         complete = self._complete(tensors, i)
         for t in tensors:
             family = self.family(t)
-            whole = family is not None and family in complete
-            out.append(self._whole(family) if whole and family else self.one(t, i, reader))
+            is_complete = family is not None and family in complete
+            out.append(self._whole_family(family) if is_complete and family else self.describe(t, i, reader))
         return out
 
-    def _whole(self, family: Family) -> Member:
+    def _whole_family(self, family: Family) -> Member:
         if isinstance(family, EarlierRunSlices):
             self.match.plans[family.run].saved[family.value] = None
         return Member(family)
 
-    def one(self, t: Tensor, i: int, reader: str) -> Outer:
+    def describe(self, t: Tensor, i: int, reader: str) -> Outer:
         """Describe a single tensor for a reader at position `i` of the program."""
-        if not self._of(t):
+        if not self._in_blocks(t):
             return LoopInvariant(t)
         t = as_stored(t)
-        seen = self.match.from_outside(t)
-        if seen is not None:
-            return seen
-        found = min(self._ends(t, i), key=lambda row: row[0], default=None)
-        if found is not None:
-            turns, plan, of = found
-            known = max((len(c.starts) for c in plan.carries if c.of == of), default=1)
-            if turns < known:
-                return FinalCarry(plan.number, plan.ago(of, turns + 1))
+        outside = self.match.from_outside(t)
+        if outside is not None:
+            return outside
+        nearest = min(self._carrying_runs(t, i), key=lambda row: row[0], default=None)
+        if nearest is not None:
+            distance, plan, of = nearest
+            carried = max((len(c.starts) for c in plan.carries if c.of == of), default=1)
+            if distance < carried:
+                return FinalCarry(plan.number, plan.carried_value(of, distance + 1))
         raise GraphError(
-            f"fold of graph {self.match.graph.name!r}: {reader} reads {t.name!r} of one block, expected what the last "
-            f"one makes or something of every block"
+            f"fold of graph {self.match.graph.name!r}: {reader} reads {t.name!r} of one block, expected a value of the "
+            f"last block or of every block"
         )
 
-    def _ends(self, t: Tensor, i: int) -> list[tuple[int, Plan, SameIteration | Member]]:
+    def _carrying_runs(self, t: Tensor, i: int) -> list[tuple[int, Plan, SameIteration | Member]]:
         """Return the runs that carry or slice a tensor, with the number of iterations before their end."""
         out: list[tuple[int, Plan, SameIteration | Member]] = []
         family = self.family(t)
@@ -1150,34 +1167,36 @@ class OutsideReads:
             if isinstance(family, EarlierRunSlices) and family.run == plan.number:
                 assert t.producer is not None
                 assert isinstance(family.value, SameIteration)
-                turn = self.match.places[t.producer][1]
-                out.append((len(plan.run.blocks) - 1 - turn, plan, family.value))
+                iteration = self.match.places[t.producer][1]
+                out.append((len(plan.run.blocks) - 1 - iteration, plan, family.value))
             elif family in plan.slices:
-                at = self.match.blocks[self.members(family).index(t)]
-                out.append((abs(plan.run.blocks[-1] - at), plan, Member(family)))
+                block = self.match.blocks[self.members(family).index(t)]
+                out.append((abs(plan.run.blocks[-1] - block), plan, Member(family)))
         return out
 
     def _gradients(self, end: int) -> None:
         """Describe each source's gradient."""
-        seen: dict[Family, dict[Tensor, Tensor]] = {}
+        grads_of: dict[Family, dict[Tensor, Tensor]] = {}
         for t, g in self.match.graph.gradients.items():
             family = self.family(t)
             if family is None:
-                self.gradients[LoopInvariant(t)] = self.one(g, end, f"the gradient of {t.name!r}")
+                self.gradients[LoopInvariant(t)] = self.describe(g, end, f"the gradient of {t.name!r}")
             else:
-                seen.setdefault(family, {})[as_stored(t)] = g
-        for family, pairs in seen.items():
+                grads_of.setdefault(family, {})[as_stored(t)] = g
+        for family, pairs in grads_of.items():
             grads = [pairs.get(t) for t in self.members(family)]
-            made = None if grads[0] is None else self.family(grads[0])
-            if made is None or [*self.members(made)] != [None if g is None else as_stored(g) for g in grads]:
+            grad_family = None if grads[0] is None else self.family(grads[0])
+            if grad_family is None or [*self.members(grad_family)] != [
+                None if g is None else as_stored(g) for g in grads
+            ]:
                 raise GraphError(
-                    f"fold of graph {self.match.graph.name!r}: the gradient of {next(iter(pairs)).name!r}, expected "
-                    f"one that is made in each block at the same place"
+                    f"fold of graph {self.match.graph.name!r}: the gradient of {next(iter(pairs)).name!r} is not "
+                    f"computed at the same position in every block"
                 )
-            self.gradients[Member(family)] = self._whole(made)
+            self.gradients[Member(family)] = self._whole_family(grad_family)
 
 
-def once(values: Iterable[Outer]) -> list[Outer]:
+def unique_families(values: Iterable[Outer]) -> list[Outer]:
     """Keep only each family's first occurrence."""
     out: list[Outer] = []
     for value in values:
@@ -1193,73 +1212,73 @@ def once(values: Iterable[Outer]) -> list[Outer]:
 _EDGES = 2
 
 
-def with_lists(graph: Graph, turns: LoopTrace) -> LoopTrace:
+def label_list_loops(graph: Graph, trace: LoopTrace) -> LoopTrace:
     """Label ops that process a loop's results one by one as iterations of another loop."""
     ops = graph.ops
-    counts, played, paths = dict(turns.counts), dict(turns.played), dict(turns.paths)
+    counts, played, paths = dict(trace.counts), dict(trace.played), dict(trace.paths)
     rows = [
-        (found, around, loop)
-        for (around, loop), reads in _reads(ops, turns).items()
-        for found in _in_order(reads)
-        if len(found) >= max(FEWEST, turns.played[loop] - _EDGES)
+        (stretch, outer_path, loop)
+        for (outer_path, loop), reads in _loop_reads(ops, trace).items()
+        for stretch in _ordered_stretches(reads)
+        if len(stretch) >= max(FEWEST, trace.played[loop] - _EDGES)
     ]
-    starts = [found[0][0] for found, *_ in rows]
-    for found, around, loop in sorted(rows, key=lambda row: row[0][0]):
-        own = {op: turn for turn, part in _parts(ops, found, starts) for op in part}
-        if any(paths.get(op) != turns.paths.get(op) or not _within(op, around, turns) for op in own):
+    starts = [stretch[0][0] for stretch, *_ in rows]
+    for stretch, outer_path, loop in sorted(rows, key=lambda row: row[0][0]):
+        iteration_of = {op: iteration for iteration, part in _iteration_ops(ops, stretch, starts) for op in part}
+        if any(paths.get(op) != trace.paths.get(op) or not _is_within(op, outer_path, trace) for op in iteration_of):
             continue  # labelled already, or interleaved with other iterations
         number = max(counts) + 1
-        counts[number], played[number] = turns.counts[loop], turns.played[loop]
-        for op, turn in own.items():
-            paths[op] = (*around, (number, turn), *turns.paths.get(op, ())[len(around) :])
-    return replace(turns, counts=counts, played=played, paths=paths)
+        counts[number], played[number] = trace.counts[loop], trace.played[loop]
+        for op, iteration in iteration_of.items():
+            paths[op] = (*outer_path, (number, iteration), *trace.paths.get(op, ())[len(outer_path) :])
+    return replace(trace, counts=counts, played=played, paths=paths)
 
 
-def _within(op: Op, around: Path, turns: LoopTrace) -> bool:
-    return turns.paths.get(op, ())[: len(around)] == around
+def _is_within(op: Op, outer_path: Path, trace: LoopTrace) -> bool:
+    return trace.paths.get(op, ())[: len(outer_path)] == outer_path
 
 
-def _reads(ops: Sequence[Op], turns: LoopTrace) -> dict[tuple[Path, int], list[tuple[int, int]]]:
+def _loop_reads(ops: Sequence[Op], trace: LoopTrace) -> dict[tuple[Path, int], list[tuple[int, int]]]:
     """Return positions and iterations of reads from each loop, by common outer iterations and loop."""
     out: dict[tuple[Path, int], list[tuple[int, int]]] = {}
     for i, op in enumerate(ops):
-        around, found = turns.paths.get(op, ()), set[tuple[int, int]]()
+        outer_path, inputs = trace.paths.get(op, ()), set[tuple[int, int]]()
         for t in op.operands if not isinstance(op.kind, KeepAlive) else ():
-            path = () if t.producer is None else turns.paths.get(t.producer, ())
-            if len(path) > len(around) and path[: len(around)] == around:
-                found.add(path[len(around)])
-        for loop in {n for n, _ in found}:
-            turn, *more = sorted((k for n, k in found if n == loop), reverse=True)
-            if len(more) <= 1:  # at most one besides the previous one
-                out.setdefault((around, loop), []).append((i, turn))
+            path = () if t.producer is None else trace.paths.get(t.producer, ())
+            if len(path) > len(outer_path) and path[: len(outer_path)] == outer_path:
+                inputs.add(path[len(outer_path)])
+        for loop in {n for n, _ in inputs}:
+            iteration, *earlier = sorted((k for n, k in inputs if n == loop), reverse=True)
+            if len(earlier) <= 1:  # at most one besides the previous one
+                out.setdefault((outer_path, loop), []).append((i, iteration))
     return out
 
 
-def _in_order(reads: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+def _ordered_stretches(reads: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
     """Yield the stretches in which iterations are read in order, forward or backward, with their first reads."""
-    found: list[tuple[int, int]] = []
-    for at, turn in reads:
-        if found and turn == found[-1][1]:
+    stretch: list[tuple[int, int]] = []
+    for index, iteration in reads:
+        if stretch and iteration == stretch[-1][1]:
             continue
-        steps = {b - a for (_, a), (_, b) in pairwise([*found, (at, turn)])}
-        if found and steps not in ({1}, {-1}):
-            yield found
-            found = []
-        found.append((at, turn))
-    yield found
+        steps = {b - a for (_, a), (_, b) in pairwise([*stretch, (index, iteration)])}
+        if stretch and steps not in ({1}, {-1}):
+            yield stretch
+            stretch = []
+        stretch.append((index, iteration))
+    yield stretch
 
 
-def _parts(
-    ops: Sequence[Op], found: Sequence[tuple[int, int]], others: Sequence[int]
+def _iteration_ops(
+    ops: Sequence[Op], stretch: Sequence[tuple[int, int]], other_starts: Sequence[int]
 ) -> Iterator[tuple[int, Sequence[Op]]]:
     """Yield each iteration's ops; an iteration begins where it reads its part.
 
     The last one is as long as the one before, unless another loop begins there.
     """
-    starts = [at for at, _ in found]
-    ends = [*starts[1:], min(2 * starts[-1] - starts[-2], *(n for n in others if n > starts[-1]), len(ops))]
-    for (at, turn), end in zip(found, ends, strict=True):
-        yield turn, ops[at:end]
+    starts = [start for start, _ in stretch]
+    ends = [*starts[1:], min(2 * starts[-1] - starts[-2], *(n for n in other_starts if n > starts[-1]), len(ops))]
+    for (start, iteration), end in zip(stretch, ends, strict=True):
+        yield iteration, ops[start:end]
 
 
 # -- separated iterations ----------------------------------------------------------------------------------------------
@@ -1281,12 +1300,12 @@ class KernelPrologues(Rewriter):
 
     def formal(self, old: Tensor, body: Graph, suffix: str = "") -> Tensor:
         """Copy a formal with its operand's offset."""
-        made = super().formal(old, body, suffix)
-        made.offset = self.begins.get(old, made.offset)
-        return made
+        copied = super().formal(old, body, suffix)
+        copied.offset = self.begins.get(old, copied.offset)
+        return copied
 
 
-class SlicesApart(KernelPrologues):
+class SliceSeparator(KernelPrologues):
     """Copies a graph, giving each iteration its slices as separate sources."""
 
     def __init__(self, cuts: StridedSlices) -> None:
@@ -1309,35 +1328,35 @@ class SlicesApart(KernelPrologues):
         number = self.cuts.loop(op)
         if number is not None and number not in self._begun:
             self._begun.add(number)
-            for view in self.cuts.ahead.get(number, ()):
+            for view in self.cuts.invariant_views.get(number, ()):
                 super().emit(view, new, suffix)
-        if op in self.cuts.same:
-            self.tensors[op.results[0]] = self.tensors[self.cuts.same[op].results[0]]
+        if op in self.cuts.duplicates:
+            self.tensors[op.results[0]] = self.tensors[self.cuts.duplicates[op].results[0]]
         elif op.graph.parent is not None:
             super().emit(op, new, suffix)
-        elif op in self.cuts.of and op.operands[0].producer in self.cuts.written and self._again(op):
+        elif op in self.cuts.slices and op.operands[0].producer in self.cuts.writes and self._was_written(op):
             self.tensors[op.results[0]] = self.tensors[op.operands[0].producer.operands[1]]
-        elif op in self.cuts.of:
-            cut, turn = self.cuts.of[op]
+        elif op in self.cuts.slices:
+            cut, iteration = self.cuts.slices[op]
             t, number = op.results[0], self._numbers.setdefault(cut, len(self._numbers))
-            name = f"cut.{number}.i{self.cuts.at(cut.loop, turn)}"
+            name = f"cut.{number}.i{self.cuts.slice_position(cut.loop, iteration)}"
             self.tensors[t] = self._source(new, name, t, ZERO)
-            self.cut_of[name] = cut, turn
-        elif op in self.cuts.written:
-            self._written(op, *self.cuts.written[op], new)
+            self.cut_of[name] = cut, iteration
+        elif op in self.cuts.writes:
+            self._written(op, *self.cuts.writes[op], new)
         else:
             super().emit(op, new, suffix)
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
         """Copy an op; outside loops, an iteration's slices are taken from the base again."""
         if op.graph.parent is None and self.cuts.loop(op) is None:
-            seen = {t: self._apart(t, new) for t in op.operands if self._is_cut(t)}
-            before = {t: self.tensors[t] for t in seen}
-            self.tensors |= seen
+            views = {t: self._outside_view(t, new) for t in op.operands if self._is_cut(t)}
+            previous = {t: self.tensors[t] for t in views}
+            self.tensors |= views
             self.begin(op, [self.tensors[t] for t in op.operands])
-            made = super().copy(op, new, suffix)
-            self.tensors |= before
-            return made
+            copied = super().copy(op, new, suffix)
+            self.tensors |= previous
+            return copied
         if op.graph.parent is None:
             self.begin(op, [self.tensors[t] for t in op.operands])
         return super().copy(op, new, suffix)
@@ -1345,62 +1364,64 @@ class SlicesApart(KernelPrologues):
     def _is_cut(self, t: Tensor) -> bool:
         """Whether a tensor is a slice that advances with the iterations, or a view of one."""
         op = t.producer
-        return op in self.cuts.of or (op is not None and is_free_view(op) and self._is_cut(op.operands[0]))
+        return op in self.cuts.slices or (op is not None and is_free_view(op) and self._is_cut(op.operands[0]))
 
-    def _apart(self, t: Tensor, new: Graph) -> Tensor:
+    def _outside_view(self, t: Tensor, new: Graph) -> Tensor:
         """Repeat a view outside the iteration that made it."""
         op = t.producer
-        if op is None or not (op in self.cuts.of or self._is_cut(op.operands[0])):
-            found: Tensor = self.tensors[t]
-            return found
+        if op is None or not (op in self.cuts.slices or self._is_cut(op.operands[0])):
+            tensor: Tensor = self.tensors[t]
+            return tensor
         kind = op.kind
-        if isinstance(kind, Slice) and op in self.cuts.of:
-            kind = replace(kind, start=self.cuts.start(*self.cuts.of[op]), room=None)
-        made = new.add_op(kind, [self._apart(op.operands[0], new)], op.name, op.phase)
-        made.scope = op.scope
-        return made.results[0]
+        if isinstance(kind, Slice) and op in self.cuts.slices:
+            kind = replace(kind, start=self.cuts.start(*self.cuts.slices[op]), room=None)
+        view = new.add_op(kind, [self._outside_view(op.operands[0], new)], op.name, op.phase)
+        view.scope = op.scope
+        return view.results[0]
 
     def add(self, op: Op, kind: Any, operands: Sequence[Tensor], new: Graph, name: str | None = None) -> Op:
         """Add a copy in the op's iteration."""
-        at = self.cuts.turn(op)
-        if at is not None:
-            name = re.sub(r"_\d+$", "", op.name) + f".i{at}"
-        made = super().add(op, kind, operands, new, name)
-        if op in self.cuts.turns.paths:
-            path = self.cuts.turns.paths[op]
-            self.paths[made] = path[:-1] if op in self.cuts.same else path
-        if at is not None:
-            self.labels[made] = at
-        return made
+        position = self.cuts.iteration_position(op)
+        if position is not None:
+            name = re.sub(r"_\d+$", "", op.name) + f".i{position}"
+        copied = super().add(op, kind, operands, new, name)
+        if op in self.cuts.trace.paths:
+            path = self.cuts.trace.paths[op]
+            self.paths[copied] = path[:-1] if op in self.cuts.duplicates else path
+        if position is not None:
+            self.labels[copied] = position
+        return copied
 
-    def _again(self, op: Op) -> bool:
+    def _was_written(self, op: Op) -> bool:
         """Whether a slice was written by the same iteration before."""
-        before = op.operands[0].producer
-        return before is not None and self.cuts.turn(before) == self.cuts.turn(op)
+        producer = op.operands[0].producer
+        return producer is not None and self.cuts.iteration_position(producer) == self.cuts.iteration_position(op)
 
-    def _written(self, op: Op, cut: StridedSlice, turn: int, new: Graph) -> None:
+    def _written(self, op: Op, cut: StridedSlice, iteration: int, new: Graph) -> None:
         """Record a written part; after the last one, add a placeholder for the whole."""
         parts = self.parts.setdefault(cut.base, [])
-        if parts and parts[-1][1] == turn:
+        if parts and parts[-1][1] == iteration:
             parts.pop()  # overwritten by the same iteration
-        parts.append((cut, turn, self.tensors[op.operands[1]]))
-        if turn + 1 < self.cuts.played or self.cuts.goes_on(op):
+        parts.append((cut, iteration, self.tensors[op.operands[1]]))
+        if iteration + 1 < self.cuts.played or self.cuts.writes_again(op):
             return
         if len(parts) < self.cuts.played:
-            raise GraphError(f"{len(parts)} of {self.cuts.played} turns write into {cut.base.name!r}, expected all")
+            raise GraphError(
+                f"{len(parts)} of {self.cuts.played} iterations write into {cut.base.name!r}, expected all"
+            )
         name = f"after.{len(self.after)}"
         self.after[name] = cut.base
-        whole = self._source(new, name, cut.base, cut.base.offset)
-        held = new.add_op(KeepAlive(), [whole, *(t for *_, t in parts)], "written", op.phase)
-        held.scope = op.scope
-        self.paths[held] = self.cuts.turns.paths[op][:-1]
-        self.tensors[op.results[0]] = held.results[0]
+        placeholder = self._source(new, name, cut.base, cut.base.offset)
+        keep_op = new.add_op(KeepAlive(), [placeholder, *(t for *_, t in parts)], "written", op.phase)
+        keep_op.scope = op.scope
+        self.paths[keep_op] = self.cuts.trace.paths[op][:-1]
+        self.tensors[op.results[0]] = keep_op.results[0]
 
     @staticmethod
     def _source(new: Graph, name: str, like: Tensor, offset: Poly) -> Tensor:
-        made = Tensor(new, name, like.sizes, like.dtype, role="buffer", strides=like.strides, offset=offset)
-        new.add_node(made)
-        return made
+        source = Tensor(new, name, like.sizes, like.dtype, role="buffer", strides=like.strides, offset=offset)
+        new.add_node(source)
+        return source
 
 
 # -- building loops ----------------------------------------------------------------------------------------------------
@@ -1411,28 +1432,28 @@ class Folder(Rewriter):
 
     keeps_suffixes = False
 
-    def __init__(self, match: Match, around: OutsideReads, count: Poly) -> None:
+    def __init__(self, match: Match, outside_reads: OutsideReads, count: Poly) -> None:
         super().__init__()
-        self.match, self.around, self.count = match, around, count
+        self.match, self.outside_reads, self.count = match, outside_reads, count
         self.families: dict[Family, Tensor] = {}
         """New tensor for a family, with one storage per block."""
         self.ends: dict[FinalCarry, Tensor] = {}
         self.views: dict[View, Tensor] = {}
         self.first = {match.ops[plan.run.starts[0]]: plan for plan in match.plans}
-        self.inside = self._inside()
+        self.body_families = self._body_families()
 
-    def _inside(self) -> dict[PerBlock, Plan]:
+    def _body_families(self) -> dict[PerBlock, Plan]:
         """Return the families declared in a loop body, because no other loop or op reads them."""
         readers: dict[PerBlock, list[Plan | None]] = {f: [] for f in dict.fromkeys(self.match.owners.values())}
         for plan in self.match.plans:
             for family in plan.slices:
                 if isinstance(family, PerBlock):
                     readers[family].append(plan)
-        around = [*self.around.reads.values(), self.around.outputs, self.around.gradients]
-        for value in (v for values in around for v in values):
+        outside_values = [*self.outside_reads.reads.values(), self.outside_reads.outputs, self.outside_reads.gradients]
+        for value in (v for values in outside_values for v in values):
             if isinstance(value, Member) and isinstance(value.family, PerBlock):
                 readers[value.family].append(None)
-        home = {f: (found[0] if found else self.match.plans[0]) for f, found in readers.items() if len(found) < 2}
+        home = {f: (plans[0] if plans else self.match.plans[0]) for f, plans in readers.items() if len(plans) < 2}
         return {f: plan for f, plan in home.items() if plan is not None and not f.members[0].storage.pieces}
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
@@ -1444,8 +1465,8 @@ class Folder(Rewriter):
         carry_facts(old, new, defaults=defaults, layers=layers)
         with opened(levels=()):  # names are complete already
             self.fill(old, new)
-            new.output(*(self.outer(v) for v in self.around.outputs))
-            new.gradients = {self.outer(t): self.outer(g) for t, g in self.around.gradients.items()}
+            new.output(*(self.outer(v) for v in self.outside_reads.outputs))
+            new.gradients = {self.outer(t): self.outer(g) for t, g in self.outside_reads.gradients.items()}
         if old.sharding is not None:
             new.sharding = self.laid(old, old.sharding)
         return new.freeze()
@@ -1457,17 +1478,17 @@ class Folder(Rewriter):
             other = next((t for t in others if sharding.places[t.name] != sharding.places[first.name]), None)
             if other is not None:
                 raise GraphError(
-                    f"fold of graph {old.name!r}: {first.name!r} lies as {sharding.places[first.name]}, {other.name!r} "
-                    f"as {sharding.places[other.name]}: expected blocks that lie alike on the mesh"
+                    f"fold of graph {old.name!r}: {first.name!r} has placement {sharding.places[first.name]}, "
+                    f"{other.name!r} has {sharding.places[other.name]}; expected the same placement in all blocks"
                 )
 
-        def place(t: Tensor, at: Placement) -> Placement:
-            return at.with_dims([*[()] * (t.ndim - len(at.dims)), *at.dims])
+        def place(t: Tensor, placement: Placement) -> Placement:
+            return placement.with_dims([*[()] * (t.ndim - len(placement.dims)), *placement.dims])
 
         return replace(
             sharding,
-            places={made.name: place(made, sharding.places[t.name]) for made, t in self.origins.items()},
-            outputs=tuple(place(t, at) for t, at in zip(self.new.outputs, sharding.outputs, strict=True)),
+            places={new.name: place(new, sharding.places[t.name]) for new, t in self.origins.items()},
+            outputs=tuple(place(t, placement) for t, placement in zip(self.new.outputs, sharding.outputs, strict=True)),
             gradients={t.name: place(t, sharding.gradients[self.origins[t].name]) for t in self.new.gradients},
         )
 
@@ -1480,11 +1501,11 @@ class Folder(Rewriter):
             return self.declare(old, new, old.sizes, old.storage.pieces)
         if family is None:
             return super().source(old, new, suffix)
-        if family not in self.inside:
-            self.owned(family, new)
+        if family not in self.body_families:
+            self.family_tensor(family, new)
         return None
 
-    def owned(self, family: Family, new: Graph) -> Tensor:
+    def family_tensor(self, family: Family, new: Graph) -> Tensor:
         """Return the tensor for a family, declared where it is first needed."""
         if isinstance(family, PerBlock) and family not in self.families:
             old = family.members[0]
@@ -1493,17 +1514,19 @@ class Folder(Rewriter):
 
     def declare(self, old: Tensor, new: Graph, sizes: Sequence[Poly], pieces: int) -> Tensor:
         """Declare a source of the blocks."""
-        made = Tensor(
+        source = Tensor(
             new, new.unique(self.match.labels.plain(old.name)), tuple(sizes), old.dtype,
             role=old.role, requires_grad=old.requires_grad, pieces=pieces, host=old.storage.host,
         )  # fmt: skip
-        new.add_node(made)
-        self.origins[made] = old
-        return made
+        new.add_node(source)
+        self.origins[source] = old
+        return source
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
         """Copy an op in a body, without the block number in its name."""
-        return self.again(op, [self.tensors[t] for t in op.operands], new, self.match.labels.plain(op.name))
+        return self.copy_with_operands(
+            op, [self.tensors[t] for t in op.operands], new, self.match.labels.plain(op.name)
+        )
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Copy an op, or add a loop in place of a run's first op."""
@@ -1513,51 +1536,51 @@ class Folder(Rewriter):
         if op in self.first:
             self.loop(self.first[op], new)
         if op not in self.match.places:
-            self.outside(op, new)
+            self.copy_outside(op, new)
 
     def outer(self, value: Outer) -> Tensor:
         """Return the tensor for a value read outside."""
         if isinstance(value, FinalCarry):
             return self.ends[value]
         if isinstance(value, Member):
-            return self.owned(value.family, self.new)
+            return self.family_tensor(value.family, self.new)
         if isinstance(value, LoopInvariant):
-            found: Tensor = self.tensors[value.tensor]
-            return found
+            tensor: Tensor = self.tensors[value.tensor]
+            return tensor
         if value not in self.views:
             assert isinstance(value.of, LoopInvariant | View)
-            self.views[value] = self.viewed(value, self.outer(value.of), self.new)
+            self.views[value] = self.repeat_view(value, self.outer(value.of), self.new)
         return self.views[value]
 
-    def viewed(self, value: View, of: Tensor, new: Graph, phase: str = "forward") -> Tensor:
+    def repeat_view(self, value: View, of: Tensor, new: Graph, phase: str = "forward") -> Tensor:
         """Repeat a view."""
         plan = self.match.plans[value.run]
-        op = self.match.ops[plan.run.starts[-1] + value.at]
-        made = self.again(op, [of], new, self.match.labels.plain(op.name))
-        made.phase = phase
-        return made.results[0]
+        op = self.match.ops[plan.run.starts[-1] + value.position]
+        view = self.copy_with_operands(op, [of], new, self.match.labels.plain(op.name))
+        view.phase = phase
+        return view.results[0]
 
-    def outside(self, op: Op, new: Graph) -> None:
+    def copy_outside(self, op: Op, new: Graph) -> None:
         """Copy an op outside the blocks."""
-        self.again(op, [self.outer(v) for v in once(self.around.reads[op])], new, op.name)
+        self.copy_with_operands(
+            op, [self.outer(v) for v in unique_families(self.outside_reads.reads[op])], new, op.name
+        )
 
-    def again(self, op: Op, operands: Sequence[Tensor], new: Graph, name: str) -> Op:
+    def copy_with_operands(self, op: Op, operands: Sequence[Tensor], new: Graph, name: str) -> Op:
         """Copy an op with other operands."""
         kind = op.kind
         if isinstance(kind, BodyKind):
             kind = replace(kind, body=self.body(kind.body, new, ""))
-        made = self.add(op, kind, operands, new, name)
-        made.scope = self.match.labels.plain(op.scope)
-        made.call = op.call if len(operands) == len(op.operands) else None
-        for t, copy in zip(op.results, made.results, strict=True):
-            held = isinstance(kind, KeepAlive) and not op.graph.out_degree(t)  # may hold values of all iterations
-            if not held and self.laid_out(t) != self.laid_out(copy):
-                raise GraphError(
-                    f"fold: {copy!r} of {made.name!r} lies otherwise in memory than {t!r}, expected the same"
-                )
-        return made
+        copied = self.add(op, kind, operands, new, name)
+        copied.scope = self.match.labels.plain(op.scope)
+        copied.call = op.call if len(operands) == len(op.operands) else None
+        for t, copy in zip(op.results, copied.results, strict=True):
+            may_differ = isinstance(kind, KeepAlive) and not op.graph.out_degree(t)  # may hold values of all iterations
+            if not may_differ and self.memory_layout(t) != self.memory_layout(copy):
+                raise GraphError(f"fold: {copy!r} of {copied.name!r} has a different memory layout from {t!r}")
+        return copied
 
-    def laid_out(self, t: Tensor) -> tuple[object, ...]:
+    def memory_layout(self, t: Tensor) -> tuple[object, ...]:
         """Return the memory layout that a copy must share."""
         return layout(t)
 
@@ -1571,9 +1594,11 @@ class Folder(Rewriter):
         """Add a run's loop."""
         scope = self.name_of(plan)
         body = new.start_body(scope.rpartition("/")[2], fused=False)
-        inner = _Inner(self, plan, body)
+        inner = _LoopBody(self, plan, body)
         inner.fill_body()
-        operands = [self.start(plan, c, new) for c in inner.carries] + [self.owned(f, new) for f in inner.slices]
+        operands = [self.start(plan, c, new) for c in inner.carries] + [
+            self.family_tensor(f, new) for f in inner.slices
+        ]
         kind = Repeat(
             body=body, count=self.count, carries=len(inner.carries), xs=len(inner.slices), saved=len(plan.saved),
             reverse=plan.run.step < 0,
@@ -1589,46 +1614,46 @@ class Folder(Rewriter):
         """Return a carry's initial value, absent if no iteration reads it."""
         t = carry.starts[0]
         if t is not None:
-            return self.outer(self.around.starts[plan.number, t])
+            return self.outer(self.outside_reads.starts[plan.number, t])
         like = self.match.typical(plan, carry)
-        nothing = Undef(sizes=like.sizes, dtype=like.dtype, pieces=like.storage.pieces)
-        return new.add_op(nothing, [], "absent", self.match.ops[plan.run.starts[0]].phase).results[0]
+        undef = Undef(sizes=like.sizes, dtype=like.dtype, pieces=like.storage.pieces)
+        return new.add_op(undef, [], "absent", self.match.ops[plan.run.starts[0]].phase).results[0]
 
 
-class _Inner:
+class _LoopBody:
     """Builds a loop body."""
 
     def __init__(self, folder: Folder, plan: Plan, body: Graph) -> None:
         self.folder, self.plan, self.body = folder, plan, body
         self.values: dict[Value, Tensor] = {}
         self.carries = list(plan.carries)
-        self.slices = [f for f in plan.slices if not (isinstance(f, PerBlock) and folder.inside.get(f) is plan)]
+        self.slices = [f for f in plan.slices if not (isinstance(f, PerBlock) and folder.body_families.get(f) is plan)]
         match = folder.match
         for i, value in enumerate(self.carries):
             self.values[value] = self.formal(match.typical(plan, value), f"carry{i}")
         for i, family in enumerate(self.slices):
             self.values[Member(family)] = self.formal(match.typical(plan, family), f"x{i}")
-        for owned, home in folder.inside.items():
+        for owned, home in folder.body_families.items():
             if home is plan:
                 t = owned.members[-1]
                 self.values[Member(owned)] = folder.declare(t, body, t.sizes, 0)
 
     def formal(self, like: Tensor, name: str) -> Tensor:
         """Add a formal with the layout of a tensor in the blocks."""
-        made = self.body.formal(like, f"{self.body.name}.{name}", like.sizes, like.strides)
-        made.offset, made.domain = like.offset, like.domain
-        return made
+        formal = self.body.formal(like, f"{self.body.name}.{name}", like.sizes, like.strides)
+        formal.offset, formal.domain = like.offset, like.domain
+        return formal
 
     def fill_body(self) -> None:
         """Add one iteration's ops, and its carries and residuals as outputs."""
         match, plan = self.folder.match, self.plan
         start = plan.run.starts[-1]
-        for at, op in enumerate(match.ops[start : start + plan.run.length]):
-            operands = [self.tensor(v) for v in plan.reads[at]]
-            made = self.folder.again(op, operands, self.body, match.labels.plain(op.name))
-            self.values |= {SameIteration(at, i): t for i, t in enumerate(made.results)}
-        handed = [self.tensor(c.nearer) for c in self.carries]
-        self.body.outputs += [*handed, *map(self.tensor, plan.saved)]
+        for position, op in enumerate(match.ops[start : start + plan.run.length]):
+            operands = [self.tensor(v) for v in plan.reads[position]]
+            copied = self.folder.copy_with_operands(op, operands, self.body, match.labels.plain(op.name))
+            self.values |= {SameIteration(position, i): t for i, t in enumerate(copied.results)}
+        next_carries = [self.tensor(c.nearer) for c in self.carries]
+        self.body.outputs += [*next_carries, *map(self.tensor, plan.saved)]
 
     def tensor(self, value: Value) -> Tensor:
         """Return the tensor for a value."""
@@ -1637,7 +1662,7 @@ class _Inner:
                 self.values[value] = self.body.adopt(self.folder.tensors[value.tensor])
             elif isinstance(value, View):
                 of, phase = self.tensor(value.of), self.plan.run.phase
-                self.values[value] = self.folder.viewed(value, of, self.body, phase)
+                self.values[value] = self.folder.repeat_view(value, of, self.body, phase)
             else:
                 raise AssertionError(value)
         return self.values[value]
@@ -1710,12 +1735,13 @@ def fold(graph: Graph, scope: str | None = None, count: str = "L", /, *, default
             f"fold of graph {graph.name!r}: count {shown(count)}, expected the name of a symbol that is not in use"
         )
     labels, match = _matched(graph, scope)
-    outside, rest = labels.count - len(match.blocks), labels.layers % labels.period
-    around = labels.period * outside - (labels.period - rest if rest else 0)  # the last block may be incomplete
-    new = Folder(match, OutsideReads(match), (poly(dims(count)) - around) / labels.period).run(graph)
+    outer_blocks, remainder = labels.count - len(match.blocks), labels.layers % labels.period
+    # the last block may be incomplete
+    outer_layers = labels.period * outer_blocks - (labels.period - remainder if remainder else 0)
+    new = Folder(match, OutsideReads(match), (poly(dims(count)) - outer_layers) / labels.period).run(graph)
     with new:
-        if around:
-            new.assume(f"{count} >= {around + labels.period}")
+        if outer_layers:
+            new.assume(f"{count} >= {outer_layers + labels.period}")
         if default:
             new.defaults = new.defaults | {count: labels.layers}
     return new
@@ -1723,22 +1749,22 @@ def fold(graph: Graph, scope: str | None = None, count: str = "L", /, *, default
 
 def _fold_all(graph: Graph, count: str, default: bool) -> Graph:
     """Fold every stack with equal blocks; if there is none, raise the first stack's error."""
-    found: list[str] = []
-    refused: GraphError | None = None
+    foldable: list[str] = []
+    first_error: GraphError | None = None
     for scope in stacks_of(graph):
-        if any(not outer or scope.startswith(f"{outer}/") for outer in found):
+        if any(not outer or scope.startswith(f"{outer}/") for outer in foldable):
             continue
         try:
             fold(graph, scope, count)
         except GraphError as error:
-            refused = refused or error
+            first_error = first_error or error
         else:
-            found.append(scope)
-    if not found:
-        raise refused or GraphError(
+            foldable.append(scope)
+    if not foldable:
+        raise first_error or GraphError(
             f"fold of graph {graph.name!r}: no scope has blocks 0, 1, ..., expected a graph with a stack of layers"
         )
-    for scope, name in zip(found, _names(count, found), strict=True):
+    for scope, name in zip(foldable, _names(count, foldable), strict=True):
         graph = fold(graph, scope, name, default=default)
     return graph
 
@@ -1748,14 +1774,14 @@ def _names(count: str, scopes: Sequence[str]) -> list[str]:
     if len(scopes) == 1:
         return [count]
     paths = [scope.split("/") for scope in scopes]
-    alike = next(i for i, levels in enumerate(zip(*paths, strict=False)) if len(set(levels)) > 1)
-    return [re.sub(r"\W", "_", "_".join((count, *path[alike:]))) for path in paths]
+    common = next(i for i, levels in enumerate(zip(*paths, strict=False)) if len(set(levels)) > 1)
+    return [re.sub(r"\W", "_", "_".join((count, *path[common:]))) for path in paths]
 
 
 def _matched(graph: Graph, scope: str) -> tuple[Labels, Match]:
     """Compare a stack's blocks: single layers, or periods of alternating ones."""
     labels = Labels(graph, scope)
-    if (period := labels.taking_turns()) > 1:
+    if (period := labels.alternation_period()) > 1:
         labels = Labels(graph, scope, period)
     return labels, equal_blocks(graph, labels, find_runs(graph.ops, labels))
 
@@ -1767,18 +1793,18 @@ def equal_blocks(graph: Graph, labels: Numbered, runs: Sequence[Run], blocks: ra
         try:
             return Match(graph, labels, runs, blocks)
         except BlocksDiffer as error:
-            blocks = without_an_edge(graph, blocks, error)
+            blocks = larger_side(graph, blocks, error)
 
 
-def without_an_edge(graph: Graph, blocks: range, error: BlocksDiffer) -> range:
+def larger_side(graph: Graph, blocks: range, error: BlocksDiffer) -> range:
     """Return the blocks on the larger side of a difference; raise GraphError if it is too small."""
     after = error.low + 1
     front = after - blocks.start <= blocks.stop - after
     blocks = range(after, blocks.stop) if front else range(blocks.start, after)
     if len(blocks) < FEWEST:
         raise GraphError(
-            f"fold of graph {graph.name!r}: {error}, expected {FEWEST} equal blocks in a row at least, apart "
-            f"from those at the edges"
+            f"fold of graph {graph.name!r}: {error}, expected at least {FEWEST} consecutive equal blocks, "
+            f"not counting the edges"
         ) from None
     return blocks
 
@@ -1786,75 +1812,77 @@ def without_an_edge(graph: Graph, blocks: range, error: BlocksDiffer) -> range:
 # -- executed iterations -----------------------------------------------------------------------------------------------
 
 
-def fold_turns(graph: Graph, turns: LoopTrace) -> Graph:
+def fold_turns(graph: Graph, trace: LoopTrace) -> Graph:
     """Reroll all executed iterations into Repeats, inner loops first.
 
     Raises GraphError if iterations differ, or one accesses an outside tensor other than through its own slice.
     """
-    turns = with_lists(graph, turns)
+    trace = label_list_loops(graph, trace)
     while True:
-        depth = max(map(len, turns.paths.values()), default=0)
+        depth = max(map(len, trace.paths.values()), default=0)
         if not depth:
             return graph
-        inner = {path[-1][0] for path in turns.paths.values() if len(path) == depth}
-        counts = {turns.counts[number] for number in inner}
+        inner = {path[-1][0] for path in trace.paths.values() if len(path) == depth}
+        counts = {trace.counts[number] for number in inner}
         for count in sorted(counts, key=str):
-            group = {number for number in inner if turns.counts[number] == count}
-            graph, turns = _folded(graph, turns, group, depth)
+            group = {number for number in inner if trace.counts[number] == count}
+            graph, trace = _folded(graph, trace, group, depth)
 
 
-def _folded(graph: Graph, turns: LoopTrace, group: set[int], depth: int) -> tuple[Graph, LoopTrace]:
+def _folded(graph: Graph, trace: LoopTrace, group: set[int], depth: int) -> tuple[Graph, LoopTrace]:
     """Reroll loops with the same count at the same depth."""
-    played = turns.played[min(group)]
-    if played < FEWEST:
+    executed = trace.played[min(group)]
+    if executed < FEWEST:
         raise GraphError(
-            f"has too few turns at the sizes that were given ({played}), expected {FEWEST} at least: give larger ones"
+            f"has too few iterations at the given sizes ({executed}), expected at least {FEWEST}: pass larger sizes"
         )
-    cuts = StridedSlices(graph, turns, group, depth)
-    apart = SlicesApart(cuts)
-    plain = apart.run(graph)
-    labels = _Labels(apart, cuts)
-    runs, blocks = labels.runs(plain), range(labels.count)
-    standing = {
-        op for op in plain.ops if isinstance(op.kind, KeepAlive) and op.operands[0].name in (apart.after | turns.joins)
+    cuts = StridedSlices(graph, trace, group, depth)
+    separator = SliceSeparator(cuts)
+    separated = separator.run(graph)
+    labels = _IterationLabels(separator, cuts)
+    runs, blocks = labels.runs(separated), range(labels.count)
+    placeholders = {
+        op
+        for op in separated.ops
+        if isinstance(op.kind, KeepAlive) and op.operands[0].name in (separator.after | trace.joins)
     }
     while True:
-        match = equal_blocks(plain, labels, runs, blocks)
+        match = equal_blocks(separated, labels, runs, blocks)
         try:
-            around = OutsideReads(match, standing)
+            outside_reads = OutsideReads(match, placeholders)
             break
         except BlocksDiffer as error:  # a list lacks values of the first or last iterations, which then stay outside
-            blocks = without_an_edge(plain, match.blocks, error)
-    folder = _Folder(match, around, cuts, apart)
-    made = folder.run(plain)
+            blocks = larger_side(separated, match.blocks, error)
+    folder = _IterationFolder(match, outside_reads, cuts, separator)
+    folded = folder.run(separated)
 
-    def left(path: Path) -> Path:
+    def remaining(path: Path) -> Path:
         """Return the iterations that an op still belongs to."""
         return path[:-1] if len(path) == depth and path[-1][0] in group else path
 
-    paths = {new: path for new, old in folder.made_of.items() if (path := left(apart.paths.get(old, ())))}
-    return made, replace(turns, paths=paths)
+    paths = {new: path for new, old in folder.old_ops.items() if (path := remaining(separator.paths.get(old, ())))}
+    return folded, replace(trace, paths=paths)
 
 
-class _Labels:
+class _IterationLabels:
     """Assignment of ops and slices to iterations, as `Match` needs it."""
 
     scope = ""
 
-    def __init__(self, apart: SlicesApart, cuts: StridedSlices) -> None:
-        self.cuts, self.apart = cuts, apart
-        self.ops = apart.labels
+    def __init__(self, separator: SliceSeparator, cuts: StridedSlices) -> None:
+        self.cuts, self.separator = cuts, separator
+        self.ops = separator.labels
         self.count = cuts.played
         self.sources: dict[Tensor, int] = {}
 
     def runs(self, graph: Graph) -> list[Run]:
         """Return the loops as passes over the iterations."""
-        cut_of = {t: self.apart.cut_of[t.name] for t in graph.tensors if t.name in self.apart.cut_of}
-        self.sources = {t: self.cuts.at(cut.loop, turn) for t, (cut, turn) in cut_of.items()}
+        cut_of = {t: self.separator.cut_of[t.name] for t in graph.tensors if t.name in self.separator.cut_of}
+        self.sources = {t: self.cuts.slice_position(cut.loop, iteration) for t, (cut, iteration) in cut_of.items()}
         passes: dict[tuple[int, str], Run] = {}
         for i, op in enumerate(graph.ops):
             if op in self.ops:
-                number = self.apart.paths[op][-1][0]
+                number = self.separator.paths[op][-1][0]
                 run = passes.setdefault((number, op.phase), Run(op.phase))
                 if not run.blocks or run.blocks[-1] != self.ops[op]:
                     run.blocks.append(self.ops[op])
@@ -1872,41 +1900,43 @@ class _Labels:
         return unnumbered(name)
 
 
-class _Folder(KernelPrologues, Folder):
+class _IterationFolder(KernelPrologues, Folder):
     """Copies a graph with loops in place of iterations; their slices are views of the original tensors."""
 
-    def __init__(self, match: Match, around: OutsideReads, cuts: StridedSlices, apart: SlicesApart) -> None:
-        super().__init__(match, around, cuts.count - (cuts.played - len(match.blocks)))
-        self.cuts, self.apart = cuts, apart
-        self.made_of: dict[Op, Op] = {}
+    def __init__(
+        self, match: Match, outside_reads: OutsideReads, cuts: StridedSlices, separator: SliceSeparator
+    ) -> None:
+        super().__init__(match, outside_reads, cuts.count - (cuts.played - len(match.blocks)))
+        self.cuts, self.separator = cuts, separator
+        self.old_ops: dict[Op, Op] = {}
         """old op for each new one"""
-        self.left = {base: list(parts) for base, parts in apart.parts.items()}
+        self.pending = {base: list(parts) for base, parts in separator.parts.items()}
         """parts still to be written to a tensor, in iteration order"""
-        self.wholes: dict[Tensor, Tensor] = {}
+        self.updated: dict[Tensor, Tensor] = {}
         """tensors after the writes so far"""
 
-    def _inside(self) -> dict[PerBlock, Plan]:
+    def _body_families(self) -> dict[PerBlock, Plan]:
         return {}
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
         """Copy a source; those for slices are created where a loop reads them."""
-        own = old.name in self.apart.cut_of or old.name in self.apart.after
-        return None if own or self._joins(old) else super().source(old, new, suffix)
+        is_placeholder = old.name in self.separator.cut_of or old.name in self.separator.after
+        return None if is_placeholder or self._is_join(old) else super().source(old, new, suffix)
 
-    def _joins(self, t: Tensor) -> bool:
+    def _is_join(self, t: Tensor) -> bool:
         """Whether a tensor is a placeholder for joined results of these loops."""
-        join = self.cuts.turns.joins.get(t.name)
+        join = self.cuts.trace.joins.get(t.name)
         return join is not None and join.loop in self.cuts.group
 
-    def owned(self, family: Family, new: Graph) -> Tensor:
+    def family_tensor(self, family: Family, new: Graph) -> Tensor:
         """Return an outside tensor as a view whose first axis counts iterations."""
         if isinstance(family, PerBlock) and family not in self.families:
-            cut, _ = self.apart.cut_of[family.members[0].name]
-            self.families[family] = self._in_turns(cut)
+            cut, _ = self.separator.cut_of[family.members[0].name]
+            self.families[family] = self._stacked_slices(cut)
         return self.families[family]
 
-    def _in_turns(self, cut: StridedSlice) -> Tensor:
-        x, axis, count = self._now(cut.base), cut.axis, self.count
+    def _stacked_slices(self, cut: StridedSlice) -> Tensor:
+        x, axis, count = self._current(cut.base), cut.axis, self.count
         start, step = self._span(cut)
         if step != cut.size:  # single positions with gaps between them
             assert isinstance(step.constant, int)
@@ -1920,54 +1950,56 @@ class _Folder(KernelPrologues, Folder):
         """Return the first position of the loop's slices, and the step."""
         # in a reversed loop, the last iteration has the first position
         last = cut.start + cut.step * (self.cuts.count - 1 - self.match.blocks.start)
-        if cut.loop in self.cuts.back:
+        if cut.loop in self.cuts.reversed_loops:
             return last, -cut.step
         return cut.start + cut.step * self.match.blocks.start, cut.step
 
     def outer(self, value: Any) -> Tensor:
         """Return the tensor for a value read outside, such as the slice of an iteration outside the loop."""
-        if isinstance(value, LoopInvariant) and value.tensor.name in self.apart.cut_of:
+        if isinstance(value, LoopInvariant) and value.tensor.name in self.separator.cut_of:
             t = value.tensor
             if self.tensors[t] is None:
-                cut, turn = self.apart.cut_of[t.name]
-                self.tensors[t] = slice_axis(self._now(cut.base), cut.axis, self.cuts.start(cut, turn), cut.size)
-            found: Tensor = self.tensors[t]
-            return found
+                cut, iteration = self.separator.cut_of[t.name]
+                self.tensors[t] = slice_axis(
+                    self._current(cut.base), cut.axis, self.cuts.start(cut, iteration), cut.size
+                )
+            tensor: Tensor = self.tensors[t]
+            return tensor
         return super().outer(value)
 
-    def outside(self, op: Op, new: Graph) -> None:
+    def copy_outside(self, op: Op, new: Graph) -> None:
         """Copy an op, or replace a placeholder by a join or a written tensor."""
         name = op.operands[0].name if isinstance(op.kind, KeepAlive) else ""
-        if name in self.apart.after:
-            self.tensors[op.results[0]] = self._now(self.apart.after[name])
-        elif name and self._joins(op.operands[0]):
-            operands = [self.outer(v) for v in once(self.around.reads[op])[1:]]
-            join = self.cuts.turns.joins[name]
-            kind = replace(join.kind, reverse=join.back != (join.loop in self.cuts.back))
-            made = self.add(op, kind, operands, new, op.name).results[0]
-            if self.laid_out(made) != self.laid_out(op.results[0]):
-                raise GraphError(f"{made!r} joins what turns have made, expected {op.results[0]!r}")
+        if name in self.separator.after:
+            self.tensors[op.results[0]] = self._current(self.separator.after[name])
+        elif name and self._is_join(op.operands[0]):
+            operands = [self.outer(v) for v in unique_families(self.outside_reads.reads[op])[1:]]
+            join = self.cuts.trace.joins[name]
+            kind = replace(join.kind, reverse=join.back != (join.loop in self.cuts.reversed_loops))
+            joined = self.add(op, kind, operands, new, op.name).results[0]
+            if self.memory_layout(joined) != self.memory_layout(op.results[0]):
+                raise GraphError(f"{joined!r} concatenates the results of all iterations, expected {op.results[0]!r}")
         else:
-            super().outside(op, new)
+            super().copy_outside(op, new)
 
-    def _now(self, base: Tensor) -> Tensor:
+    def _current(self, base: Tensor) -> Tensor:
         """Return a tensor after the writes so far."""
-        whole: Tensor = self.wholes.get(base) or self.tensors[self.apart.tensors[base]]
-        left = self.left.get(base, [])
-        while left:
-            cut, turn, t = left[0]
-            family = self.around.family(t) if t.producer in self.match.places else None
-            made = self.tensors.get(t) if family is None else self.families.get(family)
-            if made is None:
+        value: Tensor = self.updated.get(base) or self.tensors[self.separator.tensors[base]]
+        pending = self.pending.get(base, [])
+        while pending:
+            cut, iteration, t = pending[0]
+            family = self.outside_reads.family(t) if t.producer in self.match.places else None
+            values = self.tensors.get(t) if family is None else self.families.get(family)
+            if values is None:
                 break
-            start, step = (self.cuts.start(cut, turn), cut.size) if family is None else self._span(cut)
-            part = made if family is None else self._merged(made, cut.axis)
-            by = 1 if step == cut.size else int(step.constant or 1)
-            kind = SliceUpdate(axes=(cut.axis,), starts=(start,), steps=(by,), unseen=cut.unseen)
-            whole = self.new.add_op(kind, [whole, part], "revised", "forward").results[0]
-            del left[: 1 if family is None else len(self.match.blocks)]
-        self.wholes[base] = whole
-        return whole
+            start, step = (self.cuts.start(cut, iteration), cut.size) if family is None else self._span(cut)
+            part = values if family is None else self._merged(values, cut.axis)
+            stride = 1 if step == cut.size else int(step.constant or 1)
+            kind = SliceUpdate(axes=(cut.axis,), starts=(start,), steps=(stride,), unseen=cut.unseen)
+            value = self.new.add_op(kind, [value, part], "revised", "forward").results[0]
+            del pending[: 1 if family is None else len(self.match.blocks)]
+        self.updated[base] = value
+        return value
 
     @staticmethod
     def _merged(part: Tensor, axis: int) -> Tensor:
@@ -1981,14 +2013,14 @@ class _Folder(KernelPrologues, Folder):
         before = len(new)
         super().emit(op, new, suffix)
         if op.graph.parent is None:
-            self.made_of |= dict.fromkeys(added_since(new, before), op)
+            self.old_ops |= dict.fromkeys(added_since(new, before), op)
 
-    def again(self, op: Op, operands: Sequence[Tensor], new: Graph, name: str) -> Op:
+    def copy_with_operands(self, op: Op, operands: Sequence[Tensor], new: Graph, name: str) -> Op:
         """Copy an op with other operands."""
         self.begin(op, operands)
-        return super().again(op, operands, new, name)
+        return super().copy_with_operands(op, operands, new, name)
 
-    def laid_out(self, t: Tensor) -> tuple[object, ...]:
+    def memory_layout(self, t: Tensor) -> tuple[object, ...]:
         """Return the memory layout that a copy must share, without the offset."""
         return layout(t)[:3]
 
@@ -1996,10 +2028,10 @@ class _Folder(KernelPrologues, Folder):
         """Return the loop name: the common scope of its ops."""
         start = plan.run.starts[-1]
         paths = [op.scope.split("/") for op in self.match.ops[start : start + plan.run.length]]
-        return "/".join((*(level for level in _common(paths) if level), "scan"))
+        return "/".join((*(level for level in _common_prefix(paths) if level), "scan"))
 
 
-def _common(paths: Sequence[Sequence[str]]) -> Iterator[str]:
+def _common_prefix(paths: Sequence[Sequence[str]]) -> Iterator[str]:
     for levels in zip(*paths, strict=False):
         if len(set(levels)) > 1:
             return

@@ -29,20 +29,20 @@ __all__ = ["Rewriter", "bound", "bound_record", "flat", "members", "map_stages"]
 K = TypeVar("K", bound=OpKind)
 
 
-def members(made: Any) -> Iterator[Any]:
+def members(value: Any) -> Iterator[Any]:
     """Yield the new tensors for an old one: a tensor with one storage per iteration may have become a list."""
-    if isinstance(made, list):
-        for part in made:
+    if isinstance(value, list):
+        for part in value:
             yield from members(part)
     else:
-        yield made
+        yield value
 
 
 def flat(op: Op, tensors: Mapping[Tensor, Any]) -> list[Any]:
     """Return an op's new operands one by one, in the order in which it reads list elements."""
-    back = isinstance(op.kind, Concat) and op.kind.reverse
-    each = ([*members(tensors[t])] for t in op.operands)
-    return [made for part in each for made in part[:: -1 if back else 1]]
+    reverse = isinstance(op.kind, Concat) and op.kind.reverse
+    new_operands = ([*members(tensors[t])] for t in op.operands)
+    return [t for part in new_operands for t in part[:: -1 if reverse else 1]]
 
 
 def bound(value: Any, values: Mapping[str, Poly]) -> Any:
@@ -87,7 +87,7 @@ class Rewriter:
         self.values = dict(values or {})
         self.tensors: dict[Tensor, Any] = {}
         """New tensor, or list of tensors, for each old one."""
-        self.given_of: dict[Tensor, Tensor] = {}
+        self.operand_of: dict[Tensor, Tensor] = {}
         """Old operand for each formal in a copied kernel."""
         self.origins: dict[Tensor, Tensor] = {}
         """Old source for each new source, which may be a part of it."""
@@ -97,16 +97,16 @@ class Rewriter:
 
         Raises UnsupportedError if the copy would lose the placements of a per-rank graph.
         """
-        alone = type(self) is Rewriter or self.lies
-        if old.parts or (old.sharding is not None and not alone):
+        keeps_placements = type(self) is Rewriter or self.lies
+        if old.parts or (old.sharding is not None and not keeps_placements):
             raise UnsupportedError(
-                f"graph {old.name!r} is that of one rank, expected the graph before costgraph.shard or parallelize"
+                f"graph {old.name!r} is the graph of one rank, expected the graph before costgraph.shard or parallelize"
             )
         new = Graph(old.name if name is None else name, dtype=old.dtype)
         carry_facts(old, new, **self.changed(old))
         with opened(levels=()):  # names are complete already
             self.fill(old, new)
-            new.output(*(made for t in old.outputs for made in members(self.tensors[t])))
+            new.output(*(output for t in old.outputs for output in members(self.tensors[t])))
             for t, g in old.gradients.items():
                 new.gradients |= zip(members(self.tensors[t]), members(self.tensors[g]), strict=True)
             if self.lies and old.sharding is not None:
@@ -123,25 +123,27 @@ class Rewriter:
     def laid(self, old: Graph, sharding: Sharding) -> Sharding:
         """Return the placements of the new tensors; the iteration axis, which is not sharded, may be gone."""
 
-        def place(t: Tensor, at: Placement) -> Placement:
-            return at.with_dims([bound(dim, self.values) for dim in at.dims[len(at.dims) - t.ndim :]])
+        def place(t: Tensor, placement: Placement) -> Placement:
+            return placement.with_dims(
+                [bound(dim, self.values) for dim in placement.dims[len(placement.dims) - t.ndim :]]
+            )
 
-        def source(made: Tensor, t: Tensor) -> Placement:
-            return place(made, self.placed(t, sharding.places[t.name]))
+        def source(new: Tensor, t: Tensor) -> Placement:
+            return place(new, self.placed(t, sharding.places[t.name]))
 
-        gradients = [(made, sharding.gradients[t.name]) for t in old.gradients for made in members(self.tensors[t])]
+        gradients = [(new, sharding.gradients[t.name]) for t in old.gradients for new in members(self.tensors[t])]
         outputs = zip(old.outputs, sharding.outputs, strict=True)
         return replace(
             sharding,
             mesh=replace(sharding.mesh, axes=bound(sharding.mesh.axes, self.values)),
-            places={made.name: source(made, t) for made, t in self.origins.items()},
-            outputs=tuple(place(made, at) for t, at in outputs for made in members(self.tensors[t])),
-            gradients={made.name: place(made, at) for made, at in gradients},
+            places={new.name: source(new, t) for new, t in self.origins.items()},
+            outputs=tuple(place(new, placement) for t, placement in outputs for new in members(self.tensors[t])),
+            gradients={new.name: place(new, placement) for new, placement in gradients},
         )
 
-    def placed(self, old: Tensor, at: Placement) -> Placement:
+    def placed(self, old: Tensor, placement: Placement) -> Placement:
         """Return the placement of a source in the axis order of the copy."""
-        return at
+        return placement
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         """Copy sources and ops; body formals must be in `tensors` already."""
@@ -172,32 +174,36 @@ class Rewriter:
         kind = bound_record(op.kind, self.values)
         if isinstance(kind, BodyKind):
             if op.loop is None:
-                self.given_of |= dict(zip(kind.body.formals, op.operands, strict=True))
+                self.operand_of |= dict(zip(kind.body.formals, op.operands, strict=True))
             kind = replace(kind, body=self.body(kind.body, new, suffix))
-        made = self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix)
-        made.call = bound(op.call, self.values) if self.replays else None
-        return made
+        copied = self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix)
+        copied.call = bound(op.call, self.values) if self.replays else None
+        return copied
 
     def add(self, op: Op, kind: OpKind, operands: Sequence[Tensor], new: Graph, name: str | None = None) -> Op:
         """Add an op in the scope and phase of an old one, whose results it replaces."""
-        made = new.add_op(kind, operands, op.name if name is None else name, op.phase)
-        made.scope = op.scope
-        if made.body is not None:
-            made.body.owner = made
-        self.tensors |= dict(zip(op.results, made.results, strict=False))  # the new op may have more results
-        return made
+        new_op = new.add_op(kind, operands, op.name if name is None else name, op.phase)
+        new_op.scope = op.scope
+        if new_op.body is not None:
+            new_op.body.owner = new_op
+        self.tensors |= dict(zip(op.results, new_op.results, strict=False))  # the new op may have more results
+        return new_op
 
     def formal(self, old: Tensor, body: Graph, suffix: str = "") -> Tensor:
         """Copy a body's formal."""
         sizes, strides = (tuple(p.bind(self.values) for p in ps) for ps in (old.sizes, old.strides))
-        made = body.formal(old, old.name + suffix, sizes, strides)
-        made.offset = old.offset.bind(self.values)
-        before = self.given_of.get(old)
-        now = None if before is None else self.tensors[before]
-        if before is not None and isinstance(now, Tensor) and now.strides != bound(before.strides, self.values):
-            made.strides, made.offset = now.strides, now.offset  # the operand has another layout
-        made.domain = bound(old.domain, self.values)
-        return made
+        formal = body.formal(old, old.name + suffix, sizes, strides)
+        formal.offset = old.offset.bind(self.values)
+        operand = self.operand_of.get(old)
+        new_operand = None if operand is None else self.tensors[operand]
+        if (
+            operand is not None
+            and isinstance(new_operand, Tensor)
+            and new_operand.strides != bound(operand.strides, self.values)
+        ):
+            formal.strides, formal.offset = new_operand.strides, new_operand.offset  # the operand has another layout
+        formal.domain = bound(old.domain, self.values)
+        return formal
 
     def body(self, old: Graph, new: Graph, suffix: str) -> Graph:
         """Copy a body; the results of its op follow the order of its outputs."""
@@ -214,6 +220,6 @@ def map_stages(graph: Graph, transform: Callable[[Graph], Graph]) -> Graph:
     if not graph.parts:
         return transform(graph)
     stages = tuple(map(transform, graph.parts))
-    whole = Rewriter().run(stages[0], graph.name)
-    whole.sharding, whole.parts = stages[0].sharding, stages
-    return whole
+    combined = Rewriter().run(stages[0], graph.name)
+    combined.sharding, combined.parts = stages[0].sharding, stages
+    return combined

@@ -47,16 +47,18 @@ def layers_of(loop: Op, suffix: str) -> set[str]:
     Returns
     -------
     set of str
-        The scope of the loop, unless it is inside another layer, and the marked scopes of its own ops.
+        The scope of the loop, unless it is inside another layer, and the marked scopes of its ops.
     """
     if loop.phase != "forward" or loop.body is None:
         return set()
     marked = loop.graph.root.layers
     scope = base_name(loop.name)
-    around = {level for level in scopes_of(scope) if level in marked}
-    own = {found for op in loop.body.ops for found in scopes_of(op.scope) if found in marked and found not in around}
+    outer_layers = {level for level in scopes_of(scope) if level in marked}
+    inner_layers = {
+        level for op in loop.body.ops for level in scopes_of(op.scope) if level in marked and level not in outer_layers
+    }
     outermost = suffix.count(".i") == 1
-    return {f"{each}{suffix}" for each in (own | {scope} if outermost else own)}
+    return {f"{name}{suffix}" for name in (inner_layers | {scope} if outermost else inner_layers)}
 
 
 class Layers:
@@ -79,12 +81,12 @@ class Layers:
     def layer_of(self, scope: str, name: str) -> str:
         """Return the innermost layer for a scope and a name."""
         suffixes = [*accumulate(iterations_of(name))]
-        for own in reversed(scopes_of(scope)):
+        for level in reversed(scopes_of(scope)):
             for suffix in reversed(suffixes):
-                if f"{own}{suffix}" in self.marked:
-                    return f"{own}{suffix}"
-            if own in self.marked and not suffixes:
-                return own
+                if f"{level}{suffix}" in self.marked:
+                    return f"{level}{suffix}"
+            if level in self.marked and not suffixes:
+                return level
         return self.numbered(scope)
 
     def period(self, op: Op) -> tuple[str, int] | None:
@@ -94,9 +96,9 @@ class Layers:
     def period_of(self, scope: str, name: str) -> tuple[str, int] | None:
         """Return the outermost loop or stack, and the iteration, for a scope and a name."""
         iterations = iterations_of(name)
-        for own in scopes_of(scope):
-            if iterations and f"{own}{iterations[0]}" in self.marked:
-                return own, int(iterations[0][2:])
+        for level in scopes_of(scope):
+            if iterations and f"{level}{iterations[0]}" in self.marked:
+                return level, int(iterations[0][2:])
         stack, _, number = self.numbered(scope).rpartition("/")
         return (stack, int(number)) if number else None
 
@@ -117,7 +119,7 @@ def _stacks(graph: Graph) -> set[str]:
     parts it has.
     """
     owner = graph.owner
-    inside = None if owner is None or owner.loop is None else base_name(owner.name)
+    loop_scope = None if owner is None or owner.loop is None else base_name(owner.name)
     children: dict[str, dict[str, list[object]]] = {}
     for op in graph.ops:
         if op.phase != "forward":
@@ -125,19 +127,19 @@ def _stacks(graph: Graph) -> set[str]:
         levels = op.scope.split("/")
         for n, level in enumerate(levels):
             stack = "/".join(levels[:n])
-            if level.isdigit() and (inside is None or stack == inside):
+            if level.isdigit() and (loop_scope is None or stack == loop_scope):
                 sizes = tuple(t.sizes for t in op.results)
                 row = ("/".join(levels[n + 1 :]), op.kind.name, sizes)
                 children.setdefault(stack, {}).setdefault(level, []).append(row)
-    found = set[str]()
+    stacks = set[str]()
     for stack, parts in children.items():  # in program order, outer before inner
-        if any(_is_inside(stack, outer) for outer in found):
+        if any(_is_inside(stack, outer) for outer in stacks):
             continue
         nested = any(other != stack and _is_inside(other, stack) for other in children)
         if nested and len(parts) > 1 and not _any_equal(parts.values()):
             continue
-        found.add(stack)
-    return found
+        stacks.add(stack)
+    return stacks
 
 
 def _is_inside(stack: str, outer: str) -> bool:
@@ -152,7 +154,7 @@ def _any_equal(parts: Iterable[Sequence[object]]) -> bool:
 # -- patterns ----------------------------------------------------------------------------------------------------------
 
 #: One layer or several, after a stack's name: `[16:]`, `[-1]`, or `/31`.
-_PLACE = re.compile(r"\[(-?\d+)?(:)?(-?\d+)?\]|/(\d+)(?=/|$)")
+_LAYER_SUFFIX = re.compile(r"\[(-?\d+)?(:)?(-?\d+)?\]|/(\d+)(?=/|$)")
 
 
 @dataclass(frozen=True)
@@ -164,21 +166,21 @@ class _LayerRange:
     first: int | None
     last: int | None
     """end of the range, as in a slice; None if open"""
-    rest: str
+    inner_pattern: str
     """pattern for names within a layer, empty for all"""
 
     def bounds(self, count: Poly, defaults: dict[str, Poly]) -> tuple[Poly, Poly]:
         """Return the first layer and the end, given the number of layers."""
-        known = count.bind(defaults).constant
-        return self._at(self.first, ZERO, count, known), self._at(self.last, count, count, known)
+        layer_count = count.bind(defaults).constant
+        return self._resolve(self.first, ZERO, count, layer_count), self._resolve(self.last, count, count, layer_count)
 
-    def _at(self, place: int | None, default: Poly, count: Poly, known: object) -> Poly:
-        if place is None:
+    def _resolve(self, index: int | None, default: Poly, count: Poly, layer_count: object) -> Poly:
+        if index is None:
             return default
-        if isinstance(known, int) and not -known <= place <= known:
-            raise GraphError(f"{self.text!r} of {known} layers in {self.stack!r}: expected at most {known}")
+        if isinstance(layer_count, int) and not -layer_count <= index <= layer_count:
+            raise GraphError(f"{self.text!r} of {layer_count} layers in {self.stack!r}: expected at most {layer_count}")
         # with a symbolic number of layers, a range that ends with the stack does so for other numbers as well
-        return count if place == known else count + place if place < 0 else as_poly(place)
+        return count if index == layer_count else count + index if index < 0 else as_poly(index)
 
 
 @dataclass(frozen=True)
@@ -208,10 +210,10 @@ class Names:
         self._loops: dict[Op, str] = {}
         self._keys: dict[str, tuple[str, _Segment]] = {}
         for op in graph.ops:
-            self._add(op)
+            self._add_op(op)
         self.defaults = {name: poly(size) for name, size in graph.defaults.items()}
 
-    def _add(self, op: Op) -> None:
+    def _add_op(self, op: Op) -> None:
         if op.loop is not None:
             name, period = base_name(op.name), _layers_in(op.loop.body)
             self._loops[op] = name
@@ -219,8 +221,8 @@ class Names:
             return
         key = self.layers.layer_of(op.scope, op.name)
         if key and key not in self._keys:
-            around = self.layers.period_of(op.scope, op.name)
-            name = key.rpartition("/")[0] if around is None else around[0]
+            outer = self.layers.period_of(op.scope, op.name)
+            name = key.rpartition("/")[0] if outer is None else outer[0]
             if name.endswith("_rest") and name.removesuffix("_rest") in self.stacks:
                 name = name.removesuffix("_rest")
             self._keys[key] = name, self._append(name, ONE, None, 1)
@@ -231,7 +233,7 @@ class Names:
         segments.append(_Segment(first, first + count, loop, period))
         return segments[-1]
 
-    def place(self, t: Tensor) -> tuple[str, _Segment] | None:
+    def segment_of(self, t: Tensor) -> tuple[str, _Segment] | None:
         """Return the stack and segment that contain a parameter, None if there are none."""
         owner, graph = None, t.graph
         while graph.parent is not None:
@@ -243,17 +245,17 @@ class Names:
 
     def layer_range(self, pattern: str) -> _LayerRange | None:
         """Return the layers that a pattern selects, None for a pattern of names alone."""
-        for found in _PLACE.finditer(pattern):
-            first, colon, last, number = found.groups()
-            stack, rest = pattern[: found.start()], pattern[found.end() :]
+        for match in _LAYER_SUFFIX.finditer(pattern):
+            first, colon, last, number = match.groups()
+            stack, inner = pattern[: match.start()], pattern[match.end() :]
             single = first if number is None else number
-            if (rest and not rest.startswith("/")) or not any(fnmatchcase(s, stack) for s in self.stacks):
+            if (inner and not inner.startswith("/")) or not any(fnmatchcase(s, stack) for s in self.stacks):
                 continue
             if colon is None and (single is None or last is not None):
                 continue
             begin = None if single is None else int(single)
             end = (None if last is None else int(last)) if colon else None if begin in (-1, None) else begin + 1
-            return _LayerRange(pattern, stack, begin, end, rest.removeprefix("/"))
+            return _LayerRange(pattern, stack, begin, end, inner.removeprefix("/"))
         return None
 
     def ranges(self, layers: _LayerRange) -> Iterator[tuple[str, Poly, Poly]]:
@@ -262,19 +264,21 @@ class Names:
             if fnmatchcase(stack, layers.stack):
                 yield stack, *layers.bounds(segments[-1].last, self.defaults)
 
-    def answers(self, t: Tensor, patterns: Sequence[str]) -> bool:
+    def matches(self, t: Tensor, patterns: Sequence[str]) -> bool:
         """Whether a pattern matches a parameter or an enclosing scope."""
-        own = {t.name, base_name(t.name)}
+        names = {t.name, base_name(t.name)}
         for pattern in patterns:
-            if any(_matches(name, pattern) for name in own):
+            if any(_matches(name, pattern) for name in names):
                 return True
-            layers, at = self.layer_range(pattern), self.place(t)
-            if layers is None or at is None:
+            layers, located = self.layer_range(pattern), self.segment_of(t)
+            if layers is None or located is None:
                 continue
             for stack, first, last in self.ranges(layers):
-                if stack != at[0] or not self._covers(stack, first, last, at[1]):
+                if stack != located[0] or not self._covers(stack, first, last, located[1]):
                     continue
-                if not layers.rest or any(_matches(n, layers.rest) for n in _within(own, stack, at[1].first)):
+                if not layers.inner_pattern or any(
+                    _matches(n, layers.inner_pattern) for n in _names_in_layer(names, stack, located[1].first)
+                ):
                     return True
         return False
 
@@ -286,12 +290,12 @@ class Names:
         return begin <= segments.index(segment) <= end
 
 
-def _within(names: set[str], stack: str, number: Poly) -> Iterator[str]:
+def _names_in_layer(names: set[str], stack: str, number: Poly) -> Iterator[str]:
     """Yield names relative to a layer."""
     for name in names:
-        rest = name.removeprefix(f"{stack}/") if name.startswith(f"{stack}/") else name.partition("/")[2]
-        yield rest
-        yield rest.removeprefix(f"{number}/")
+        relative = name.removeprefix(f"{stack}/") if name.startswith(f"{stack}/") else name.partition("/")[2]
+        yield relative
+        yield relative.removeprefix(f"{number}/")
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -301,18 +305,20 @@ def _matches(name: str, pattern: str) -> bool:
 def _layers_in(body: Graph) -> int:
     """Return the number of layers per loop iteration."""
     marked = body.root.layers
-    own = {op.scope[: len(s)] for op in body.ops if op.loop is None for s in marked if _matches(op.scope, s)}
+    scopes = {op.scope[: len(s)] for op in body.ops if op.loop is None for s in marked if _matches(op.scope, s)}
     inner = 0
     for op in body.ops:
         if op.loop is not None and any(_matches(o.scope, s) for o in op.loop.body.walk() for s in marked):
-            times = op.loop.count.constant
-            if not isinstance(times, int):
-                raise UnsupportedError(f"layers of {op.name!r}: {op.loop.count} in a period, expected a number")
-            inner += times * _layers_in(op.loop.body)
-    return max(1, len(own) + inner)
+            iterations = op.loop.count.constant
+            if not isinstance(iterations, int):
+                raise UnsupportedError(
+                    f"layers of {op.name!r}: {op.loop.count} iterations of an inner loop, expected a number"
+                )
+            inner += iterations * _layers_in(op.loop.body)
+    return max(1, len(scopes) + inner)
 
 
-def split_at_layers(place: str, graph: Graph, *given: object) -> Graph:
+def split_at_layers(place: str, graph: Graph, *selections: object) -> Graph:
     """Split loops where patterns select only some of their layers.
 
     Parameters
@@ -321,7 +327,7 @@ def split_at_layers(place: str, graph: Graph, *given: object) -> Graph:
         Caller, for error messages.
     graph : Graph
         A forward pass; it is not modified.
-    *given : str or sequence of str
+    *selections : str or sequence of str
         Patterns, as passed by the caller.
 
     Returns
@@ -336,9 +342,11 @@ def split_at_layers(place: str, graph: Graph, *given: object) -> Graph:
     UnsupportedError
         If a range begins or ends within an iteration of a loop, or a loop to split has slices or stacked results.
     """
-    listed = [[patterns] if isinstance(patterns, str) else patterns for patterns in given]
-    texts = [p for patterns in listed if isinstance(patterns, list | tuple) for p in patterns if isinstance(p, str)]
-    if not any(map(_PLACE.search, texts)):
+    pattern_lists = [[patterns] if isinstance(patterns, str) else patterns for patterns in selections]
+    texts = [
+        p for patterns in pattern_lists if isinstance(patterns, list | tuple) for p in patterns if isinstance(p, str)
+    ]
+    if not any(map(_LAYER_SUFFIX.search, texts)):
         return graph
     names, cuts = Names(graph), dict[Op, list[Poly]]()
     for text in texts:
@@ -346,7 +354,7 @@ def split_at_layers(place: str, graph: Graph, *given: object) -> Graph:
         for stack, first, last in () if layers is None else names.ranges(layers):
             for segment in names.stacks[stack]:
                 _cut(place, text, names, segment, (first, last), cuts)
-    return _Cutter(names.defaults, cuts).run(graph) if cuts else graph
+    return _LoopCutter(names.defaults, cuts).run(graph) if cuts else graph
 
 
 def _cut(
@@ -356,27 +364,27 @@ def _cut(
     if segment.loop is None:
         return
     for end in ends:
-        before, behind = ((end - segment.first), (segment.last - end))
-        sizes = [d.bind(names.defaults).constant for d in (before, behind)]
+        before, after = ((end - segment.first), (segment.last - end))
+        sizes = [d.bind(names.defaults).constant for d in (before, after)]
         if any(n is not None and n <= 0 for n in sizes):
             continue
         # positions are relative to the first layer, or, if they depend on the number of layers, to the last one
-        apart = end.constant is None and segment.last.constant is not None
-        apart |= end.constant is not None and segment.first.constant is None
-        if None in sizes and apart:
+        incomparable = end.constant is None and segment.last.constant is not None
+        incomparable |= end.constant is not None and segment.first.constant is None
+        if None in sizes and incomparable:
             continue
-        at = before / segment.period
-        known = at.bind(names.defaults).constant
-        if known is not None and not isinstance(known, int):
+        iteration = before / segment.period
+        value = iteration.bind(names.defaults).constant
+        if value is not None and not isinstance(value, int):
             raise UnsupportedError(
-                f"{place} {text!r}: {segment.period} layers take turns in an iteration of {segment.loop.name!r}, "
-                f"expected a multiple of {segment.period}, or a graph that costgraph.unroll has made"
+                f"{place} {text!r}: {segment.loop.name!r} has {segment.period} alternating layers per iteration, "
+                f"expected a multiple of {segment.period}, or a graph from costgraph.unroll"
             )
-        if at not in cuts.setdefault(segment.loop, []):
-            cuts[segment.loop].append(at)
+        if iteration not in cuts.setdefault(segment.loop, []):
+            cuts[segment.loop].append(iteration)
 
 
-class _Cutter(Rewriter):
+class _LoopCutter(Rewriter):
     """Copies a graph, splitting loops into consecutive ones."""
 
     lies = True
@@ -392,35 +400,35 @@ class _Cutter(Rewriter):
             return
         if op.loop.xs or len(op.results) > len(op.loop.starts):
             raise UnsupportedError(
-                f"{op.name!r} reads or writes a slice in each iteration, expected a loop that only hands on carries"
+                f"{op.name!r} reads or writes a slice in each iteration, expected a loop that only forwards carries"
             )
-        before = {t: self.tensors[t] for t in op.loop.starts}
+        starts = {t: self.tensors[t] for t in op.loop.starts}
         ends = [ZERO, *sorted(self.cuts[op], key=self._order), op.loop.count]
-        taken = {other.name for other in op.graph.ops}  # parts from an earlier split
-        free = (part for n in count(1) if op.name + (part := f".cut{n}") not in taken)
+        used_names = {other.name for other in op.graph.ops}  # parts from an earlier split
+        part_suffixes = (part for n in count(1) if op.name + (part := f".cut{n}") not in used_names)
         for n, (begin, end) in enumerate(pairwise(ends)):
-            part, times = next(free) if n else "", end - begin
-            if times.constant is None:
-                new.root.assume(f"{times} >= 1")
-            kind = replace(op.loop.kind, body=self.body(op.loop.body, new, suffix + part), count=times)
-            made = self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix + part)
-            self.tensors |= zip(op.loop.starts, made.results, strict=True)  # carried into the next part
-        self.tensors |= before
+            part, iterations = next(part_suffixes) if n else "", end - begin
+            if iterations.constant is None:
+                new.root.assume(f"{iterations} >= 1")
+            kind = replace(op.loop.kind, body=self.body(op.loop.body, new, suffix + part), count=iterations)
+            new_op = self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix + part)
+            self.tensors |= zip(op.loop.starts, new_op.results, strict=True)  # carried into the next part
+        self.tensors |= starts
 
     def _order(self, cut: Poly) -> tuple[bool, object]:
-        known = cut.bind(self.defaults).constant
-        return (False, known) if known is not None else (True, cut.terms.get((), 0))
+        value = cut.bind(self.defaults).constant
+        return (False, value) if value is not None else (True, cut.terms.get((), 0))
 
 
-def patterns_of(place: str, given: object, names: Names, tensors: Sequence[Tensor]) -> Sequence[str]:
+def patterns_of(place: str, selection: object, names: Names, tensors: Sequence[Tensor]) -> Sequence[str]:
     """Return a list of patterns; raise GraphError for invalid ones, or ones that match no tensor."""
-    patterns = [given] if isinstance(given, str) else given
+    patterns = [selection] if isinstance(selection, str) else selection
     if not isinstance(patterns, list | tuple) or not patterns or not all(isinstance(p, str) and p for p in patterns):
-        raise GraphError(f"{place} {shown(given)}, expected names or scopes, such as 'layers/*'")
+        raise GraphError(f"{place} {shown(selection)}, expected names or scopes, such as 'layers/*'")
     for pattern in patterns:
-        if not any(names.answers(t, [pattern]) for t in tensors):
-            known = ", ".join(dict.fromkeys(base_name(t.name) for t in tensors))
-            raise GraphError(f"{place} {pattern!r} is no parameter or scope, expected some of {known}")
+        if not any(names.matches(t, [pattern]) for t in tensors):
+            examples = ", ".join(dict.fromkeys(base_name(t.name) for t in tensors))
+            raise GraphError(f"{place} {pattern!r} matches no parameter or scope, expected some of {examples}")
     return patterns
 
 
@@ -436,11 +444,11 @@ def with_frozen(graph: Graph, freeze: object, trainable: object) -> Graph:
     if freeze is None and trainable is None:
         return graph
     if freeze is not None and trainable is not None:
-        raise GraphError("training_step: freeze beside trainable, expected one of the two")
-    what, given = ("freeze", freeze) if trainable is None else ("trainable", trainable)
-    graph = split_at_layers(f"training_step: {what}", graph, given)
+        raise GraphError("training_step: freeze together with trainable, expected only one of them")
+    option, selection = ("freeze", freeze) if trainable is None else ("trainable", trainable)
+    graph = split_at_layers(f"training_step: {option}", graph, selection)
     names = Names(graph)
-    patterns = patterns_of(f"training_step: {what}", given, names, graph.params)
+    patterns = patterns_of(f"training_step: {option}", selection, names, graph.params)
     return _Freezer(names, patterns, named=trainable is None).run(graph)
 
 
@@ -450,7 +458,7 @@ class _Freezer(Rewriter):
         self.names, self.patterns, self.named = names, patterns, named
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor:
-        made: Tensor = super().source(old, new, suffix)
-        if old.role == "param" and self.names.answers(old, self.patterns) == self.named:
-            made.requires_grad = False
-        return made
+        copied: Tensor = super().source(old, new, suffix)
+        if old.role == "param" and self.names.matches(old, self.patterns) == self.named:
+            copied.requires_grad = False
+        return copied

@@ -20,5 +20,5 @@ class Trained(Rewriter):
             return
         *levels, name = op.name.split("/")
         with opened(graph=new, levels=tuple(levels), phase=op.phase):
-            made = over_the_batch(*(self.tensors[t] for t in op.operands), name=name)
-        self.tensors[op.results[0]] = made
+            result = over_the_batch(*(self.tensors[t] for t in op.operands), name=name)
+        self.tensors[op.results[0]] = result

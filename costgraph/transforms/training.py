@@ -57,7 +57,7 @@ class _Pass:
     graph: Graph
     grads: dict[Tensor, Tensor]
     """gradients by source"""
-    stay: set[Tensor]
+    persistent: set[Tensor]
     """sources whose gradient buffers persist across steps"""
 
 
@@ -140,12 +140,10 @@ def training_step(
     need_flag("training_step", optimizer_in_backward=optimizer_in_backward, defer_accumulation=defer_accumulation)
     need_of_all("training_step", graph)
     if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
-        raise GraphError(
-            f"training_step: graph {graph.name!r} has a backward pass already, expected a forward pass alone"
-        )
+        raise GraphError(f"training_step: graph {graph.name!r} already has a backward pass; expected a forward pass")
     formats = find_policy(precision, autocast_device=autocast_device)
     if optimizer_in_backward:
-        _need_one_at_a_time(formats, accumulate=times != ONE, clip=clip is not None, set_to_none=set_to_none)
+        _need_separate_updates(formats, accumulate=times != ONE, clip=clip is not None, set_to_none=set_to_none)
     forward = prepared(apply_precision(with_loss(with_frozen(graph, freeze, trainable), loss), formats), policy)
     if defer_accumulation:
         _need_wider(forward, formats)
@@ -154,43 +152,45 @@ def training_step(
     with new:
         if times == ONE:
             at_once = optimizer if optimizer_in_backward else None
-            made = _once(new, policy, formats, at_once, always=always, defer=defer_accumulation)
+            result = _single_batch(new, policy, formats, at_once, always=always, defer=defer_accumulation)
         else:
-            made = _accumulated(forward, new, policy, formats, times, always=always, defer=defer_accumulation)
-        _update(made, optimizer, formats, clip)
+            result = _accumulated(forward, new, policy, formats, times, always=always, defer=defer_accumulation)
+        _update(result, optimizer, formats, clip)
     return new
 
 
-def _need_one_at_a_time(formats: Policy, *, accumulate: bool, clip: bool, set_to_none: bool) -> None:
+def _need_separate_updates(formats: Policy, *, accumulate: bool, clip: bool, set_to_none: bool) -> None:
     """Raise GraphError if an update needs more than its own parameter's gradient, or that gradient must persist."""
     wants = {
-        "accumulate: gradients of micro-batches are added up before it": accumulate,
-        "clip: the norm of all gradients comes before it": clip,
-        "set_to_none=False: gradients stay": not set_to_none,
-        f"precision {formats.name!r}: its loss is scaled, all gradients are looked at before it": formats.loss_scaling,
+        "accumulate, because an update needs the sum over all micro-batches": accumulate,
+        "clip, because the total norm needs all gradients": clip,
+        "set_to_none=False, because gradients are freed after their update": not set_to_none,
+        f"precision {formats.name!r}, because loss scaling checks all gradients before an update": formats.loss_scaling,
     }
-    for text, there in wants.items():
-        if there:
-            raise GraphError(f"training_step: optimizer_in_backward beside {text}; expected one of the two")
+    for text, requested in wants.items():
+        if requested:
+            raise GraphError(f"training_step: optimizer_in_backward cannot be combined with {text}")
 
 
 def _need_wider(forward: Graph, formats: Policy) -> None:
     """Raise GraphError if no gradient is kept in a wider format than it is computed in."""
-    if not any(_is_wider(t, formats) for t in _wanted(forward)):
+    if not any(_is_wider(t, formats) for t in _differentiable_sources(forward)):
         raise GraphError(
-            f"training_step: defer_accumulation beside precision {formats.name!r}, which keeps gradients as they are "
-            f"made; expected one that keeps wider ones, such as megatron-bf16"
+            f"training_step: defer_accumulation needs gradients in a wider format than they are computed in, which "
+            f"precision {formats.name!r} does not keep; expected a policy such as megatron-bf16"
         )
 
 
 # -- forward and backward ----------------------------------------------------------------------------------------
 
 
-def _wanted(graph: Graph) -> list[Tensor]:
-    wanted = [t for t in graph.tensors if t.producer is None and t.requires_grad]
-    if not any(t.role == "param" for t in wanted):
-        raise GraphError(f"training_step: no parameter of graph {graph.name!r} wants a gradient, expected one")
-    return wanted
+def _differentiable_sources(graph: Graph) -> list[Tensor]:
+    sources = [t for t in graph.tensors if t.producer is None and t.requires_grad]
+    if not any(t.role == "param" for t in sources):
+        raise GraphError(
+            f"training_step: no parameter of graph {graph.name!r} requires a gradient; expected at least one"
+        )
+    return sources
 
 
 def _is_wider(t: Tensor, formats: Policy) -> bool:
@@ -211,56 +211,56 @@ def _leaf(t: Tensor, formats: Policy, total: Tensor | None, optimizer: Optimizer
     """Return how a tensor's gradient is stored or consumed."""
     if t.role != "param":
         return Leaf(total)
-    kept, update = formats.formats_of(t), None
+    stored, update = formats.formats_of(t), None
     if optimizer is not None:
-        if kept.grad.bits > t.dtype.bits:
+        if stored.grad.bits > t.dtype.bits:
             raise GraphError(
-                f"training_step: optimizer_in_backward beside precision {formats.name!r}, whose gradients in "
-                f"{kept.grad.name} stay from one step to the next; expected one of the two"
+                f"training_step: optimizer_in_backward cannot be combined with precision {formats.name!r}, whose "
+                f"{stored.grad.name} gradients persist across steps"
             )
-        update = Update(optimizer, partial(source_like, t), kept.master, kept.moments)
-    return Leaf(total, None if kept.grad == t.dtype else kept.grad, update)
+        update = Update(optimizer, partial(source_like, t), stored.master, stored.moments)
+    return Leaf(total, None if stored.grad == t.dtype else stored.grad, update)
 
 
-def _added(made: Mapping[Tensor, Tensor], totals: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+def _accumulate_deferred(grads: Mapping[Tensor, Tensor], totals: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
     """Add deferred gradients to their buffers, one after the other."""
-    late = [t for t in totals if t in made]
+    deferred = [t for t in totals if t in grads]
     with opened(phase="backward"):
-        groups = [(totals[t], made[t]) for t in late]
+        groups = [(totals[t], grads[t]) for t in deferred]
         sums = over(groups, lambda total, grad: pointwise("add", total, grad, inplace=True), "accumulate")
-    return {**made, **{t: total for t, (total,) in zip(late, sums, strict=True)}}
+    return {**grads, **{t: total for t, (total,) in zip(deferred, sums, strict=True)}}
 
 
-def _once(
+def _single_batch(
     new: Graph, policy: Checkpoint, formats: Policy, at_once: Optimizer | None, *, always: bool, defer: bool
 ) -> _Pass:
     """Add the backward pass of a single batch."""
-    wanted = _wanted(new)
-    buffers = {t: None if at_once else _buffer(t, formats, always=always) for t in wanted}
+    sources = _differentiable_sources(new)
+    buffers = {t: None if at_once else _buffer(t, formats, always=always) for t in sources}
     loss = loss_of(new)
     scaled = _scaled(loss, formats, ONE)
-    late = {t: b for t, b in buffers.items() if b is not None and defer and _is_wider(t, formats)}
-    leaves = {t: Leaf() if t in late else _leaf(t, formats, buffers[t], at_once) for t in wanted}
-    final = _added(differentiate(new, new.ops, scaled, leaves, policy).final, late)
-    params = [t for t in wanted if t in final and leaves[t].update is None]
+    deferred = {t: b for t, b in buffers.items() if b is not None and defer and _is_wider(t, formats)}
+    leaves = {t: Leaf() if t in deferred else _leaf(t, formats, buffers[t], at_once) for t in sources}
+    final = _accumulate_deferred(differentiate(new, new.ops, scaled, leaves, policy).final, deferred)
+    params = [t for t in sources if t in final and leaves[t].update is None]
     return _Pass(new, {t: final[t] for t in params}, {t for t in params if buffers[t] is not None})
 
 
 def _scaled(loss: Tensor, formats: Policy, times: Poly) -> Tensor:
     """Divide the loss by the number of micro-batches and apply the loss scale."""
-    made = loss if times == ONE else pointwise("div", loss, times if times.constant is None else int(times.constant))
-    return pointwise("mul", made, 65536.0, name="scale") if formats.loss_scaling else made
+    scaled = loss if times == ONE else pointwise("div", loss, times if times.constant is None else int(times.constant))
+    return pointwise("mul", scaled, 65536.0, name="scale") if formats.loss_scaling else scaled
 
 
 class _IntoLoop(Rewriter):
     """Copies a forward pass into the body of a loop over micro-batches, with slices as inputs."""
 
-    def __init__(self, given: dict[Tensor, Tensor]) -> None:
+    def __init__(self, inputs: dict[Tensor, Tensor]) -> None:
         super().__init__()
-        self.given = given
+        self.inputs = inputs
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
-        return self.given[old]
+        return self.inputs[old]
 
 
 def _accumulated(
@@ -270,70 +270,72 @@ def _accumulated(
     carry_facts(forward, new)
     body, copier = new.start_body("microbatches", fused=False), Rewriter()
     sources = {t: _source(t, new, copier, times) for t in forward.tensors if t.producer is None}
-    given = {
-        t: slice_of(body, made, f"{t.name}.micro") if t.role == "input" else body.capture(made)
-        for t, made in sources.items()
+    inner = {
+        t: slice_of(body, source, f"{t.name}.micro") if t.role == "input" else body.capture(source)
+        for t, source in sources.items()
     }
-    into = _IntoLoop(given)
+    into = _IntoLoop(inner)
     into.fill(forward, body)
-    every = _wanted(forward)
-    wanted = [t for t in every if t.role == "param"]
-    buffers = {t: _buffer(sources[t], formats, always=always) for t in wanted}
-    totals = {t: _total(sources[t], body, formats, buffers[t]) for t in wanted}
+    differentiable = _differentiable_sources(forward)
+    trained = [t for t in differentiable if t.role == "param"]
+    buffers = {t: _buffer(sources[t], formats, always=always) for t in trained}
+    totals = {t: _total(sources[t], body, formats, buffers[t]) for t in trained}
     loss = into.tensors[loss_of(forward)]
     with building(body):
         scaled = _scaled(loss, formats, times)
-    late = {given[t]: totals[t] for t in wanted if defer and _is_wider(sources[t], formats)}
-    leaves = {given[t]: Leaf() if given[t] in late else _leaf(sources[t], formats, totals.get(t)) for t in every}
+    deferred = {inner[t]: totals[t] for t in trained if defer and _is_wider(sources[t], formats)}
+    leaves = {
+        inner[t]: Leaf() if inner[t] in deferred else _leaf(sources[t], formats, totals.get(t)) for t in differentiable
+    }
     walked = differentiate(body, body.ops, scaled, leaves, policy).final
     with building(body):
-        final = _added(walked, late)
-    params = [t for t in wanted if given[t] in final]
-    for t in wanted:
+        final = _accumulate_deferred(walked, deferred)
+    params = [t for t in trained if inner[t] in final]
+    for t in trained:
         if t not in params:  # nothing contributes to its gradient
             body.remove_node(totals[t])
     with building(body):
-        after = [final[given[t]] for t in params]
-        slices = [t for t in every if t.role == "input" and given[t] in final]
-        parts = [final[given[t]] for t in slices]
+        after = [final[inner[t]] for t in params]
+        slices = [t for t in differentiable if t.role == "input" and inner[t] in final]
+        parts = [final[inner[t]] for t in slices]
         body.outputs += [*after, *written_slices(body, after, [loss, *parts])]
     inputs = [t for t in sources if t.role == "input"]
     body.formals[:] = [
-        *(totals[t] for t in params), *(given[t] for t in inputs), *map(body.capture, body.captured),
+        *(totals[t] for t in params), *(inner[t] for t in inputs), *map(body.capture, body.captured),
     ]  # fmt: skip
     starts = [buffers[t] or undef(totals[t].sizes, totals[t].dtype, totals[t].storage.pieces) for t in params]
     kind = Repeat(body=body, count=times, carries=len(params), xs=len(inputs))
     loop = new.add_op(kind, (*starts, *(sources[t] for t in inputs), *body.captured), "microbatches")
     body.owner = loop
-    made = dict(zip((*params, loss, *slices), loop.results, strict=True))
-    new.output(made.pop(loss))
-    return _Pass(new, {sources[t]: g for t, g in made.items()}, {sources[t] for t in params if buffers[t] is not None})
+    grads = dict(zip((*params, loss, *slices), loop.results, strict=True))
+    new.output(grads.pop(loss))
+    return _Pass(new, {sources[t]: g for t, g in grads.items()}, {sources[t] for t in params if buffers[t] is not None})
 
 
 def _source(t: Tensor, new: Graph, copier: Rewriter, times: Poly) -> Tensor:
     """Redeclare a source; inputs get a leading micro-batch axis."""
     if t.role != "input":
-        made: Tensor = copier.source(t, new, "")
-        return made
-    made = Tensor(new, new.unique(t.name), (times, *t.sizes), t.dtype, role="input")
-    new.add_node(made)
-    return made
+        copy: Tensor = copier.source(t, new, "")
+        return copy
+    copy = Tensor(new, new.unique(t.name), (times, *t.sizes), t.dtype, role="input")
+    new.add_node(copy)
+    return copy
 
 
 def _total(t: Tensor, body: Graph, formats: Policy, buffer: Tensor | None) -> Tensor:
     """Add the formal that carries the accumulated gradient through the loop."""
-    made = body.formal(t if buffer is None else buffer, f"{t.name}.total", t.sizes, contiguous(t.sizes))
-    made.dtype = formats.formats_of(t).grad
-    return made
+    total = body.formal(t if buffer is None else buffer, f"{t.name}.total", t.sizes, contiguous(t.sizes))
+    total.dtype = formats.formats_of(t).grad
+    return total
 
 
-def _update(made: _Pass, optimizer: Optimizer, formats: Policy, clip: float | None) -> None:
+def _update(result: _Pass, optimizer: Optimizer, formats: Policy, clip: float | None) -> None:
     """Add the optimizer phase: unscaling, clipping, the update, and zeroing of persistent gradients."""
-    graph = made.graph
+    graph = result.graph
     with opened(graph=graph, levels=(), phase="optimizer"):
-        params = [t for t in made.grads if t.role == "param"]
-        slots = [_slot(t, made.grads[t], formats) for t in params]
-        graph.gradients = dict(made.grads)
+        params = [t for t in result.grads if t.role == "param"]
+        slots = [_slot(t, result.grads[t], formats) for t in params]
+        graph.gradients = dict(result.grads)
         if not slots:  # updated during the backward pass
             return
         if formats.loss_scaling:
@@ -341,12 +343,12 @@ def _update(made: _Pass, optimizer: Optimizer, formats: Policy, clip: float | No
         if clip is not None:
             _, slots = clip_grad_norm(slots, clip)
         slots = optimizer.update(slots)
-        stay = [slot for t, slot in zip(params, slots, strict=True) if t in made.stay]
+        stay = [slot for t, slot in zip(params, slots, strict=True) if t in result.persistent]
         if stay:
             zero_grad(stay, set_to_none=False)
 
 
 def _slot(t: Tensor, grad: Tensor, formats: Policy) -> Slot:
-    kept = formats.formats_of(t)
-    master = None if kept.master is None else source_like(t, "master", t.sizes, kept.master)
-    return Slot(t, grad, master, kept.moments)
+    stored = formats.formats_of(t)
+    master = None if stored.master is None else source_like(t, "master", t.sizes, stored.master)
+    return Slot(t, grad, master, stored.moments)

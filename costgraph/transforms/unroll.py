@@ -73,17 +73,17 @@ def unroll(graph: Graph, /, **dims: int) -> Graph:
     values = bindings(graph, dims)
     if graph.parts or graph.waiting is not None:  # in-flight activations are known per group of iterations
         raise UnsupportedError(
-            f"unroll of graph {graph.name!r}, a stage of a pipeline, expected the graph before costgraph.parallelize"
+            f"unroll: graph {graph.name!r} is a pipeline stage, expected the graph before costgraph.parallelize"
         )
     _need_few(graph, values)
     return _Unroller(values).run(graph)
 
 
 #: Where an op is added: the new graph, and the suffix of the iteration.
-_Place = tuple[Graph, str]
+_Target = tuple[Graph, str]
 
 
-class _Unroller(Rewriter, LoopExecutor[_Place]):
+class _Unroller(Rewriter, LoopExecutor[_Target]):
     """Executes loops. A tensor with one storage per iteration becomes a list, an absent sum None."""
 
     lies = True
@@ -93,7 +93,7 @@ class _Unroller(Rewriter, LoopExecutor[_Place]):
         LoopExecutor.__init__(self)
         self.layers = set[str]()
         """layer scopes, with their iterations"""
-        self._whole: dict[Tensor, Any] = {}
+        self._originals: dict[Tensor, Any] = {}
         """original tensors whose slices a loop writes in place"""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
@@ -122,48 +122,48 @@ class _Unroller(Rewriter, LoopExecutor[_Place]):
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         self.one(op, self.tensors, (new, suffix))
 
-    def step(self, op: Op, env: Env, place: _Place) -> None:
+    def step(self, op: Op, env: Env, place: _Target) -> None:
         new, suffix = place
         if isinstance(op.kind, Stacked) or any(isinstance(env[t], list | None) for t in op.operands):
-            self.take_whole(op, new)
+            self.read_all(op, new)
         else:
             self.copy(op, new, suffix)
 
-    def take_whole(self, op: Op, new: Graph) -> None:
+    def read_all(self, op: Op, new: Graph) -> None:
         """Add an op outside loops that reads all storages of a tensor."""
         if not op.kind.takes_lists and not isinstance(op.kind, Stacked):
             raise UnsupportedError(
-                f"unroll: {op.name!r} reads something of every iteration, expected an op inside a loop"
+                f"unroll: {op.name!r} reads a value of every iteration, expected an op inside a loop"
             )
         operands = [t for t in flat(op, self.tensors) if t is not None]
-        made = new.add_op(op.kind, operands, op.name, op.phase)
-        made.scope = op.scope
-        self.tensors[op.results[0]] = made.results[0]
+        new_op = new.add_op(op.kind, operands, op.name, op.phase)
+        new_op.scope = op.scope
+        self.tensors[op.results[0]] = new_op.results[0]
 
     # -- loops -------------------------------------------------------------------------------------------------------
 
     def turns(self, loop: Loop, xs: Sequence[Any]) -> Iterator[PlayedIteration]:
         count = self.around[-1].at if loop.until else _count(loop.op, loop.count.bind(self.values))
-        for turn in range(count):
-            yield PlayedIteration(count - 1 - turn if loop.reverse else turn, count)
+        for iteration in range(count):
+            yield PlayedIteration(count - 1 - iteration if loop.reverse else iteration, count)
 
-    def stack(self, loop: Loop, t: Tensor, env: Env, place: _Place) -> Tensor | None:
+    def stack(self, loop: Loop, t: Tensor, env: Env, place: _Target) -> Tensor | None:
         if _is_part(t):
             return None
         empty = Empty(sizes=tuple(n.bind(self.values) for n in t.sizes), dtype=t.dtype, host=t.storage.host)
-        (made,) = place[0].add_op(empty, [], _beside(loop.op, t), loop.op.phase).results
-        return made
+        (stack,) = place[0].add_op(empty, [], _scoped_name(loop.op, t), loop.op.phase).results
+        return stack
 
-    def slice(self, loop: Loop, value: Any, turn: PlayedIteration, place: _Place) -> Any:
+    def slice(self, loop: Loop, value: Any, turn: PlayedIteration, place: _Target) -> Any:
         return _slice(value, turn.at, place[0], loop.op)
 
     def inside(self, env: Env) -> Env:
         return env
 
-    def iteration(self, loop: Loop, env: Env, turn: PlayedIteration, stacks: Sequence[Any], place: _Place) -> None:
-        own = f"{place[1]}.i{self.before(loop) + turn.at}"
-        self.layers |= layers_of(loop.op, own)
-        self.fill(loop.body, place[0], own)
+    def iteration(self, loop: Loop, env: Env, turn: PlayedIteration, stacks: Sequence[Any], place: _Target) -> None:
+        iteration_suffix = f"{place[1]}.i{self.before(loop) + turn.at}"
+        self.layers |= layers_of(loop.op, iteration_suffix)
+        self.fill(loop.body, place[0], iteration_suffix)
 
     def before(self, loop: Loop) -> int:
         """Return the number of iterations in preceding loops that were split from the same one."""
@@ -175,55 +175,59 @@ class _Unroller(Rewriter, LoopExecutor[_Place]):
                 counts += _count(op, op.loop.count.bind(self.values))
         return counts
 
-    def one(self, op: Op, env: Env, place: _Place) -> None:
+    def one(self, op: Op, env: Env, place: _Target) -> None:
         """Run an op; slices and stacks next to an inner loop get its iteration's suffix."""
         with same_suffix(op.name + place[1]):
             super().one(op, env, place)
 
-    def loop(self, loop: Loop, env: Env, place: _Place) -> None:
+    def loop(self, loop: Loop, env: Env, place: _Target) -> None:
         """Run a loop; slices that its iterations write in place exist before the first write."""
         count = self.around[-1].at if loop.until else _count(loop.op, loop.count.bind(self.values))
-        whole = {x: env[x] for i in range(len(loop.pieces)) if (x := loop.revised(i)) is not None}
-        for x, t in whole.items():
+        originals = {x: env[x] for i in range(len(loop.pieces)) if (x := loop.revised(i)) is not None}
+        for x, t in originals.items():
             env[x] = [position(t, as_poly(i), place[0], loop.op) for i in range(count)]
-        self._whole |= whole
+        self._originals |= originals
         super().loop(loop, env, place)
-        env |= whole
+        env |= originals
 
-    def revised(self, whole: Tensor, env: Env, rows: Sequence[Any], place: _Place) -> Any:
-        made = self._whole[whole]
-        for at, row in enumerate(rows):
-            of = Rearrange(split=row.sizes, order=tuple(range(row.ndim)), merged=(ONE, *row.sizes))
-            (part,) = place[0].add_op(of, [row], f"{base_name(row.name)}.part", row.producer.phase).results
-            kind = SliceUpdate(axes=(0,), starts=(as_poly(at),), steps=(1,))
-            (made,) = place[0].add_op(kind, [made, part], f"{base_name(row.name)}.written", row.producer.phase).results
-        return made
+    def revised(self, whole: Tensor, env: Env, rows: Sequence[Any], place: _Target) -> Any:
+        revised = self._originals[whole]
+        for index, row in enumerate(rows):
+            merge = Rearrange(split=row.sizes, order=tuple(range(row.ndim)), merged=(ONE, *row.sizes))
+            (part,) = place[0].add_op(merge, [row], f"{base_name(row.name)}.part", row.producer.phase).results
+            kind = SliceUpdate(axes=(0,), starts=(as_poly(index),), steps=(1,))
+            (revised,) = (
+                place[0].add_op(kind, [revised, part], f"{base_name(row.name)}.written", row.producer.phase).results
+            )
+        return revised
 
-    def filled(self, loop: Loop, i: int, stack: Any, rows: Sequence[Any], place: _Place) -> Any:
+    def filled(self, loop: Loop, i: int, stack: Any, rows: Sequence[Any], place: _Target) -> Any:
         if stack is None:
             return list(rows)
         t, graph = loop.stacks[i], loop.op.graph
-        return _filled(stack, rows, place[0], loop.op, read=graph.out_degree(t) > 0 or t in graph.outputs)
+        return _filled(stack, rows, place[0], loop.op, is_read=graph.out_degree(t) > 0 or t in graph.outputs)
 
 
 def _count(of: object, count: Poly) -> int:
     if not isinstance(count.constant, int):
         raise BindingError(f"unroll: count {count} of {getattr(of, 'name', of)!r} is not bound, expected a number")
     if count.constant > _MOST_OPS:
-        raise BindingError(f"unroll: {count} times {getattr(of, 'name', of)!r}, expected at most {_MOST_OPS} in all")
+        raise BindingError(
+            f"unroll: {count} copies of {getattr(of, 'name', of)!r}, expected at most {_MOST_OPS} in total"
+        )
     return count.constant
 
 
 def _need_few(graph: Graph, values: Mapping[str, Poly]) -> None:
     """Raise BindingError for too many ops."""
 
-    def played(g: Graph) -> int:
-        return sum(1 if op.body is None else times(op) * played(op.body) for op in g.ops)
+    def executed_ops(g: Graph) -> int:
+        return sum(1 if op.body is None else times(op) * executed_ops(op.body) for op in g.ops)
 
     def times(op: Op) -> int:
         return 1 if op.loop is None else _count(op, op.loop.count.bind(values))
 
-    ops = played(graph)
+    ops = executed_ops(graph)
     if ops > _MOST_OPS:
         raise BindingError(f"unroll of graph {graph.name!r}: {ops} ops, expected at most {_MOST_OPS}")
 
@@ -233,17 +237,17 @@ def _is_part(t: Tensor) -> bool:
     return any(isinstance(op.kind, Stacked) and t in op.operands[1:] for op in t.graph.successors(t))
 
 
-def _beside(op: Op, t: Tensor) -> str:
+def _scoped_name(op: Op, t: Tensor) -> str:
     """Return a name in the scope of a loop for an op that reads or writes a tensor for it."""
     return "/".join((*op.scope.split("/"), base_name(t.name).rpartition("/")[2])).lstrip("/")
 
 
-def _filled(stack: Tensor, order: Sequence[Tensor], new: Graph, op: Op, *, read: bool) -> Tensor:
+def _filled(stack: Tensor, slices: Sequence[Tensor], new: Graph, op: Op, *, is_read: bool) -> Tensor:
     """Return a stack whose slices are all written, adding a `Stacked` op if it is read."""
-    if not read:  # only check that the slices are in place
-        Stacked().infer([stack, *order])
+    if not is_read:  # only check that the slices are in place
+        Stacked().infer([stack, *slices])
         return stack
-    return new.add_op(Stacked(), [stack, *order], f"{_beside(op, stack)}.filled", op.phase).results[0]
+    return new.add_op(Stacked(), [stack, *slices], f"{_scoped_name(op, stack)}.filled", op.phase).results[0]
 
 
 def _slice(t: Any, i: int, new: Graph, op: Op) -> Any:
@@ -253,9 +257,9 @@ def _slice(t: Any, i: int, new: Graph, op: Op) -> Any:
     return position(t, as_poly(i), new, op)
 
 
-def position(t: Tensor, at: Poly, new: Graph, op: Op) -> Tensor:
+def position(t: Tensor, index: Poly, new: Graph, op: Op) -> Tensor:
     """Return a view of one position of the first axis, for a loop to read."""
-    name, kind = _beside(op, t), Slice(axis=0, start=at, size=ONE, step=1, split=True)
+    name, kind = _scoped_name(op, t), Slice(axis=0, start=index, size=ONE, step=1, split=True)
     (sliced,) = new.add_op(kind, [t], f"{name}.slice", op.phase).results
-    whole = Rearrange(split=sliced.sizes, order=tuple(range(sliced.ndim)), merged=t.sizes[1:])
-    return new.add_op(whole, [sliced], f"{name}.at", op.phase).results[0]
+    drop_axis = Rearrange(split=sliced.sizes, order=tuple(range(sliced.ndim)), merged=t.sizes[1:])
+    return new.add_op(drop_axis, [sliced], f"{name}.at", op.phase).results[0]

@@ -1,4 +1,4 @@
-"""How long it takes to derive formulas from a graph: against its number of ops, its depth and its live sets."""
+"""Time to derive formulas from a graph: against the number of ops, the depth and the live sets."""
 
 import pytest
 from timing import best, growth, once
@@ -19,7 +19,7 @@ def chain(ops):
 
 
 def residual(ops):
-    """Blocks of six ops with a weight each: three of them read what enters the block, one result has two readers."""
+    """Blocks of six ops with a weight each: three ops read the block input, one result has two readers."""
     with cg.Graph("residual") as g:
         x = g.input("x", (B, D))
         for i in range(ops // 6):
@@ -48,7 +48,7 @@ def test_time_grows_in_proportion_to_the_ops(benchmark, family):
 
 
 def test_formulas_do_not_grow_with_the_ops():
-    # so that the growth is that of the derivation
+    # so that the growth is that of the derivation alone
     few, many = ([len(cg.flops(residual(n)).args), len(cg.bytes_moved(residual(n)).args)] for n in (60, 600))
     assert few == many
 
@@ -65,7 +65,7 @@ def test_depth_costs_nothing(benchmark):
 
 
 def incomparable(count):
-    """Hidden layers of open widths, one after the other: each may be the one that holds the peak."""
+    """Sequential hidden layers with independent widths: each may determine the peak."""
     with cg.Graph("widths") as g:
         x, y = g.input("x", (B, D)), g.input("y", (B,))
         for F in cg.dims(" ".join(f"F{i}" for i in range(count))):
@@ -83,5 +83,5 @@ def test_closed_form_peak_against_the_live_sets_that_survive(benchmark):
         benchmark.extra_info[f"milliseconds, {count} live sets"] = times[count] * 1e3
     benchmark.extra_info["growth exponent"] = growth(times)
     benchmark.pedantic(cg.peak_memory, setup=lambda: ((incomparable(32),), {}), rounds=3)
-    # each is compared with each
+    # every pair is compared
     assert growth(times) <= 2

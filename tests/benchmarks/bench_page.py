@@ -1,4 +1,4 @@
-"""The page with sliders: how long its export takes, and its frames while a slider is dragged in a browser."""
+"""The page with sliders: its export time, and its frame times while a slider is dragged in a browser."""
 
 from statistics import median
 
@@ -10,7 +10,7 @@ import costgraph as cg
 
 pytestmark = needs_chromium
 
-#: Frames of the browser and what the page does in each, by the browser's own clock.
+#: Browser frames and the page's work in each, by the browser's clock.
 WATCH = """() => {
   const own = window.requestAnimationFrame.bind(window);
   window.drawn = [];
@@ -44,9 +44,13 @@ WORK = """async view => {
 
 
 def busy(inspector):
-    """Seconds that the page's thread has been busy, by what, as the browser counts them."""
-    found = {m["name"]: m["value"] for m in inspector.send("Performance.getMetrics")["metrics"]}
-    return {"all tasks": found["TaskDuration"], "script": found["ScriptDuration"], "layout": found["LayoutDuration"]}
+    """Return the seconds that the page's thread was busy, by category, as counted by the browser."""
+    metrics = {m["name"]: m["value"] for m in inspector.send("Performance.getMetrics")["metrics"]}
+    return {
+        "all tasks": metrics["TaskDuration"],
+        "script": metrics["ScriptDuration"],
+        "layout": metrics["LayoutDuration"],
+    }
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3"])
@@ -62,22 +66,24 @@ def test_frames_while_a_slider_is_dragged(benchmark, name, tmp_path):
         page.select_option("#view", label="train precision=bf16")
         page.wait_for_timeout(500)
         inspector = page.context.new_cdp_session(page)
-        inspector.send("Performance.enable", {"timeDomain": "threadTicks"})  # processor time, whoever else runs
-        for part in ("top", "h-time"):  # the figures and what holds the peak; the two pictures
+        inspector.send("Performance.enable", {"timeDomain": "threadTicks"})  # CPU time, unaffected by other processes
+        for part in ("top", "h-time"):  # the figures and the peak's tensors; the two charts
             page.evaluate("id => (document.getElementById(id) ?? document.body).scrollIntoView()", part)
             page.wait_for_timeout(500)
             before = busy(inspector)
-            found = page.evaluate(DRAG)
-            share = {k: 1e3 * (v - before[k]) / len(found["drawn"]) for k, v in busy(inspector).items()}
+            frame_log = page.evaluate(DRAG)
+            share = {k: 1e3 * (v - before[k]) / len(frame_log["drawn"]) for k, v in busy(inspector).items()}
             where = "pictures" if part == "h-time" else "figures"
             for what, milliseconds in share.items():
                 benchmark.extra_info[f"{where}: milliseconds of {what} in a frame, of 16.7"] = milliseconds
-            benchmark.extra_info[f"{where}: frames a second"] = 1e3 * len(found["frames"]) / sum(found["frames"])
+            benchmark.extra_info[f"{where}: frames a second"] = (
+                1e3 * len(frame_log["frames"]) / sum(frame_log["frames"])
+            )
         benchmark.pedantic(page.evaluate, args=(DRAG,), rounds=1)
-        benchmark.extra_info["milliseconds of script in a frame, median"] = median(found["drawn"])
+        benchmark.extra_info["milliseconds of script in a frame, median"] = median(frame_log["drawn"])
         benchmark.extra_info["milliseconds of all formulas at one state"] = page.evaluate(
             WORK, views.index("train precision=bf16")
         )
         benchmark.extra_info["major version of Chromium"] = int(browser.version.partition(".")[0])
-    assert len(found["drawn"]) >= len(found["frames"])  # every frame shows the sizes that it has
+    assert len(frame_log["drawn"]) >= len(frame_log["frames"])  # every frame is drawn for its own sizes
     assert path.stat().st_size < 1_500_000

@@ -1,4 +1,4 @@
-"""The same questions asked of other tools, in the same process and with the same answers."""
+"""Speed of costgraph and other tools on the same questions, in the same process, with equal answers."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from timing import best
 import costgraph as cg
 from costgraph import models
 
-# Longest that sympy.Max may take for one operation; what is cut off here takes minutes elsewhere.
+# Time limit of one sympy.Max operation in seconds; longer ones take minutes.
 LIMIT = 8
 
 
@@ -76,12 +76,12 @@ def test_order_of_a_contraction_against_opt_einsum(benchmark, network):
     benchmark.extra_info["milliseconds, opt_einsum"] = their * 1e3
     benchmark.extra_info["ratio"] = their / mine
     benchmark.pedantic(ours, rounds=5)
-    # a graph of checked ops comes with it
+    # includes constructing a graph with checked ops
     assert mine <= 30 * their
 
 
 def sums(count, terms):
-    """Sums none of which is the largest everywhere."""
+    """Return sums, none of which is the largest everywhere."""
     chosen = random.Random(0)
     dims = cg.dims("B S D L")
 
@@ -92,12 +92,12 @@ def sums(count, terms):
 
 
 def timed(function):
-    """Seconds of a call and what it returns, None for what was cut off."""
-    made = None
+    """Return the seconds and the result of a call, None if it exceeds the limit."""
+    result = None
     start = process_time()
     with suppress(TooSlowError), limited(LIMIT):
-        made = function()
-    return process_time() - start, made
+        result = function()
+    return process_time() - start, result
 
 
 def test_maximum_against_that_of_sympy(benchmark):
@@ -123,7 +123,7 @@ def test_maximum_against_that_of_sympy(benchmark):
 
 
 def _rates(formulas, points, at):
-    """Points a second of some formulas together: compiled, of a grid, and one by one."""
+    """Return evaluations per second of several formulas together: compiled, over a grid, and one by one."""
     compiled = [cg.compile(f) for f in formulas]
     exact = [cg.evaluate(f, **at) for f in formulas]
     assert [float(call(**points)[0]) for call in compiled] == pytest.approx(exact, rel=1e-12)
@@ -140,7 +140,7 @@ def test_evaluations_a_second_beside_other_planners(benchmark):
     script = Path(__file__).with_name("other_planners.py")
     run = subprocess.run([python, script, calculon], capture_output=True, text=True, check=True, env={})
     theirs = json.loads(run.stdout)
-    assert theirs["version of llm-analysis"] == "0.2.2"  # of which the page speaks
+    assert theirs["version of llm-analysis"] == "0.2.2"  # the version that the page states
     model = models.load("llama-2-7b")
     step = cg.training_step(model, precision="bf16-mixed", optimizer=cg.AdamW())
     rank = cg.parallelize(step, tp=8, sequence=True)

@@ -1,4 +1,4 @@
-"""What comes before any question: the import, files of graphs, models of the zoo."""
+"""Startup time: the import, graph files and zoo models."""
 
 import json
 import subprocess
@@ -36,8 +36,8 @@ def test_import_costs_little_more_than_what_it_imports(benchmark, tmp_path):
     benchmark.extra_info["milliseconds"] = ours * 1e3
     benchmark.extra_info["milliseconds, sympy, networkx and numpy"] = theirs * 1e3
     benchmark.extra_info["ratio"] = ours / theirs
-    # what a processor makes of it differs: the same commit (fd0938a) has 1.19 on an AMD EPYC and 1.41 on an Intel Xeon,
-    # where it is 1.35 and, behind other benchmarks, 1.52 by now
+    # the ratio depends on the CPU: the same commit (fd0938a) has 1.19 on an AMD EPYC and 1.41 on an Intel Xeon, where
+    # this revision has 1.35 and, after other benchmarks, 1.52
     assert ours / theirs <= 1.6
 
 
@@ -55,7 +55,7 @@ def test_loading_a_file_grows_in_proportion_to_its_size(benchmark, tmp_path):
     benchmark.extra_info["ratio to declaring it"] = load / declare
     benchmark.pedantic(cg.load, (path,), rounds=3)
     assert growth(times) <= 1.15
-    # each op is declared anew, with all its checks
+    # loading declares each op anew, with all checks
     assert load / declare <= 5
 
 
@@ -76,7 +76,7 @@ def test_a_model_of_the_zoo_is_declared_as_fast_as_torch_makes_its_modules(bench
 
 
 def test_loading_and_reporting_every_model(benchmark):
-    """A question about a model that was named must not feel like a job: the slowest one, over GPT-2."""
+    """A question about a named model should be answered interactively; GPT-2 is the baseline of the slowest one."""
 
     def asked(name):
         open_sizes = {"B": 1, "S": 128, "M": 128}

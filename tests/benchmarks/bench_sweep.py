@@ -1,4 +1,4 @@
-"""Sweeps of a formula over a million points, against sympy.lambdify in the same process."""
+"""Sweeps of a formula over a million points, compared with sympy.lambdify in the same process."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""One trace of a step of training, sizes open, and what torch's MemTracker takes for one size."""
+"""One trace of a training step with open sizes, compared with torch's MemTracker at one size."""
 
 import os
 
@@ -7,7 +7,7 @@ from timing import once
 
 import costgraph as cg
 
-# COSTGRAPH_BENCHMARKS=long: all layers of gpt2
+# COSTGRAPH_BENCHMARKS=long runs all layers of gpt2
 LAYERS = 12 if os.environ.get("COSTGRAPH_BENCHMARKS") == "long" else 3
 
 
@@ -37,7 +37,7 @@ def test_trace_of_a_step_against_memtracker(benchmark):
     found = {}
 
     def tracked(B, S, steps):
-        """Peak of the last of some steps at one size, as MemTracker has it."""
+        """Return MemTracker's peak for the last step at one size."""
         with FakeTensorMode():
             module, ids = Step(), torch.zeros(B, S, dtype=torch.int64)
             optimizer = adamw(module.parameters())
@@ -65,7 +65,7 @@ def test_trace_of_a_step_against_memtracker(benchmark):
     theirs = min(once(lambda: tracked(8, 1024, 1)) for _ in range(3))
     for size in ((8, 1024), (4, 512), (2, 131)):
         tracked(*size, steps=2)
-        # the second input is the same tensor there
+        # the second input is the same tensor in that run
         expected = found[size] + 8 * size[0] * size[1]
         assert abs(cg.peak_memory(graphs[-1], B=size[0], S=size[1]) - expected) <= 4096
     benchmark.extra_info["layers"] = LAYERS
@@ -73,5 +73,5 @@ def test_trace_of_a_step_against_memtracker(benchmark):
     benchmark.extra_info["seconds, MemTracker, one step"] = theirs
     benchmark.extra_info["ratio"] = theirs / ours
     benchmark.pedantic(traced, rounds=1)
-    if LAYERS == 12:  # the fixed cost of symbols is half of the time at three
-        assert theirs / ours >= 0.8  # what else runs on the machine moves it by a fifth
+    if LAYERS == 12:  # with three layers, symbols' fixed cost is half the time
+        assert theirs / ours >= 0.8  # background load moves the ratio by a fifth

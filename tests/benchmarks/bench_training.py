@@ -1,4 +1,4 @@
-"""Whole steps of training: how the time to derive them grows, and what torch's MemTracker takes for one size."""
+"""Training steps: how the time to derive them grows, compared with torch's MemTracker at one size."""
 
 import os
 
@@ -15,7 +15,7 @@ B, D = cg.dims("B D")
 
 
 def perceptron(ops):
-    """Layers of two ops, a weight in each second one."""
+    """Two-op layers with one weight each."""
     with cg.Graph("perceptron") as g:
         x = g.input("x", (B, D))
         for i in range(ops // 2):
@@ -25,7 +25,7 @@ def perceptron(ops):
 
 
 def residual(ops):
-    """Blocks of six ops and a weight each: gradients of what enters a block are added up."""
+    """Six-op blocks with a weight each: gradients of the block input are accumulated."""
     with cg.Graph("residual") as g:
         x = g.input("x", (B, D))
         for i in range(ops // 6):
@@ -79,7 +79,7 @@ def test_peak_of_a_step_against_memtracker(benchmark, name):
     benchmark.extra_info["milliseconds, MemTracker"] = theirs * 1e3
     benchmark.extra_info["ratio"] = theirs / ours
     benchmark.pedantic(closed_form, rounds=3)
-    # its time grows with the depth, that of a closed form does not
+    # MemTracker's time grows with the depth, that of a closed form does not
     assert theirs / ours >= (100 if sizes["L"] == 32 else 10)
 
 

@@ -1,11 +1,11 @@
-"""What a record of benchmarks says of the machine, beside what pytest-benchmark writes down."""
+"""Add library versions and the CPU to the machine info of pytest-benchmark records."""
 
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-# a step of a plain module is measured in the tests of training
+# the training tests define the plain module whose step is benchmarked
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 
 PACKAGES = ("costgraph", "sympy", "networkx", "numpy", "torch", "opt_einsum", "pytest-benchmark")

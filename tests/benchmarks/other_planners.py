@@ -1,7 +1,8 @@
-"""How many configurations a second llm-analysis and calculon work out; runs in an interpreter that has both.
+"""Configurations per second of llm-analysis and calculon; run it in an interpreter that has both.
 
-python other_planners.py CALCULON prints a JSON of rates: CALCULON is a checkout of calculon-ai/calculon, whose models,
-systems and example it reads; llm-analysis is that of PyPI. Both need an older transformers or pandas than other tests.
+python other_planners.py CALCULON prints a JSON of rates: CALCULON is a checkout of calculon-ai/calculon with its
+models, systems and example; llm-analysis comes from PyPI. Both need older versions of transformers or pandas than the
+other tests.
 """
 
 import importlib.metadata
@@ -13,19 +14,19 @@ from time import process_time
 
 
 def rate(call):
-    """Calls a second of processor time: the best of three times at least half a second."""
-    found = []
+    """Return calls per CPU second: the best among three runs lasting at least half a second."""
+    rates = []
     for _ in range(3):
         done, start = 0, process_time()
         while (spent := process_time() - start) < 0.5:
             call(done)
             done += 1
-        found.append(done / spent)
-    return max(found)
+        rates.append(done / spent)
+    return max(rates)
 
 
 def llm_analysis():
-    """A step of training of Llama 7B on eight H100 of one node, as its own example of an analysis has it."""
+    """A training step for Llama 7B on a node with eight H100, as in its own example."""
     from llm_analysis import analysis, config
 
     logging.disable(logging.CRITICAL)
@@ -46,7 +47,7 @@ def llm_analysis():
 
 
 def calculon(top):
-    """A step of training of GPT-3 175B on 512 H100, compiled and run as its command does."""
+    """A training step for GPT-3 175B on 512 H100, compiled and run as by its command line."""
     sys.path.insert(0, str(top))
     from calculon import System, io
     from calculon.llm import Llm

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama as plain torch modules with eager attention: what the zoo's graphs are compared with."""
+"""GPT-2 and Llama as plain torch modules with eager attention, as references for the zoo's graphs."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ def later_keys(ids):
 
 
 def attend(q, k, v, hidden):
-    """Causal attention in separate steps, so that FlopCounterMode sees both products."""
+    """Causal attention in separate ops, so that FlopCounterMode counts both matmuls."""
     rank = q.shape[1] // k.shape[1]
     if rank > 1:
         k, v = k.repeat_interleave(rank, 1), v.repeat_interleave(rank, 1)

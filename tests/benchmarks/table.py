@@ -1,4 +1,4 @@
-"""The page `docs/accuracy/benchmarks.md`, out of the record that pytest-benchmark writes.
+"""Write the page `docs/accuracy/benchmarks.md` from the record of pytest-benchmark.
 
 python -m pytest -q tests/benchmarks/bench_*.py --benchmark-json=benchmarks.json
 python tests/benchmarks/table.py benchmarks.json > docs/accuracy/benchmarks.md
@@ -25,7 +25,7 @@ size. Unless its name says otherwise, a ratio above 1 says how many times faster
 benchmarks.
 """
 
-#: Description of each benchmark and its figures, in the order of the page.
+#: Description and figures of each benchmark, in page order.
 ABOUT = {
     "test_time_grows_in_proportion_to_the_ops[chain]": (
         "Declare a chain of ReLUs, derive FLOPs, bytes and peak. The exponent exceeds 1 because of Python's "
@@ -155,12 +155,12 @@ def section(benchmark):
 
 
 def page(record):
-    """Return the page for a record: one section for each benchmark that has something to say."""
-    found = {b["name"]: b for b in record["benchmarks"]}
-    unknown = sorted(found.keys() - ABOUT.keys())
+    """Return the page for a record: one section for each benchmark with figures."""
+    benchmarks = {b["name"]: b for b in record["benchmarks"]}
+    unknown = sorted(benchmarks.keys() - ABOUT.keys())
     if unknown:
         raise SystemExit(f"table.py: nothing is known of {', '.join(unknown)}, expected a line in ABOUT")
-    return head(record) + "".join(section(found[name]) for name in ABOUT if name in found)
+    return head(record) + "".join(section(benchmarks[name]) for name in ABOUT if name in benchmarks)
 
 
 if __name__ == "__main__":

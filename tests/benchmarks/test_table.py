@@ -1,4 +1,4 @@
-"""The script behind `docs/accuracy/benchmarks.md`."""
+"""The script that writes `docs/accuracy/benchmarks.md`."""
 
 import re
 import runpy
@@ -24,7 +24,7 @@ RECORD = {
 }
 
 
-def test_a_record_becomes_a_page():
+def test_record_becomes_a_page():
     page = SCRIPT["page"](RECORD)
     assert "2026-11-20, on Some CPU, 2 cores, Linux 6.1, Python 3.11.7; sympy 1.14.0." in " ".join(page.split())
     assert "its load was 1.2 when the run began" in page
@@ -33,12 +33,12 @@ def test_a_record_becomes_a_page():
     assert max(map(len, page.splitlines())) <= 120
 
 
-def test_a_benchmark_that_nothing_is_known_of_is_refused():
+def test_unknown_benchmarks_are_refused():
     with pytest.raises(SystemExit, match="nothing is known of test_new"):
         SCRIPT["page"]({**RECORD, "benchmarks": [{"name": "test_new", "extra_info": {}}]})
 
 
-def test_the_page_has_every_benchmark_that_there_is():
+def test_page_has_every_benchmark():
     text = "".join(path.read_text() for path in HERE.glob("bench_*.py"))
     there_are = set(re.findall(r"def (test_\w+)\(benchmark", text))
     assert {name.partition("[")[0] for name in SCRIPT["ABOUT"]} == there_are

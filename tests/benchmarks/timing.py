@@ -1,6 +1,6 @@
-"""Times of functions taken in turn, and how a time grows with a size.
+"""Interleaved timing of functions, and how a time grows with a size.
 
-Seconds are those of the processor: what others do on the machine is no part of them.
+Times are CPU seconds, so background load has little effect.
 """
 
 import gc
@@ -9,7 +9,7 @@ from time import process_time
 
 
 def once(function):
-    """Seconds of one call; what earlier ones left is collected before it."""
+    """Return the seconds that one call takes, after collecting earlier garbage."""
     gc.collect()
     start = process_time()
     function()
@@ -17,7 +17,7 @@ def once(function):
 
 
 def best(rounds, *functions):
-    """Best time of each function, in seconds: a slow moment of the machine falls on all of them."""
+    """Return each function's best time in seconds; interleaving spreads background load evenly."""
     for function in functions:
         function()
     times = [[] for _ in functions]
@@ -30,7 +30,7 @@ def best(rounds, *functions):
 
 
 def growth(times):
-    """Exponent of the power law that fits best: least squares of log time against log size."""
+    """Return the exponent in the best-fitting power law: least squares of log time against log size."""
     points = [(log(size), log(seconds)) for size, seconds in times.items()]
     x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)

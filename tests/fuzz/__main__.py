@@ -1,4 +1,4 @@
-"""Draw programs, chains of transforms and ranks, and count wrong numbers: `python -m tests.fuzz --minutes 10`."""
+"""Fuzz programs, chains of transforms and ranks, and count wrong results: `python -m tests.fuzz --minutes 10`."""
 
 import argparse
 import importlib
@@ -14,21 +14,21 @@ WHAT = ("programs", "chains", "ranks")
 
 
 def checks(names):
-    """Return `check(rng)` of each module that there is."""
-    found = {}
+    """Return each fuzzer module's `check(rng)`."""
+    modules = {}
     for name in names:
         try:
-            found[name] = importlib.import_module(f"{__package__}.{name}").check
+            modules[name] = importlib.import_module(f"{__package__}.{name}").check
         except ModuleNotFoundError as error:
             if error.name != f"{__package__}.{name}":
                 raise
-    return found
+    return modules
 
 
 def one(check, seed):
-    """Return what a check of one seed finds; an exception that it does not expect is a wrong answer."""
+    """Run a check with one seed; an unexpected exception counts as a wrong result."""
     try:
-        return check(random.Random(seed)) or (1, 0, [])  # a check that asserts returns nothing
+        return check(random.Random(seed)) or (1, 0, [])  # checks that assert return nothing
     except cg.CostGraphError:
         return 1, 1, []
     except Exception:
@@ -36,7 +36,7 @@ def one(check, seed):
 
 
 def main(arguments=None):
-    """Return 1 if more answers of a thousand are wrong than the limit."""
+    """Return 1 if the share of wrong results exceeds the limit per thousand."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long to draw")
     parser.add_argument("--count", type=int, help="programs of each kind, in place of a time")
@@ -46,11 +46,11 @@ def main(arguments=None):
     parser.add_argument("--quiet", action="store_true", help="print counts alone")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    found = checks(given.what or WHAT)
-    draws, seed, end = dict.fromkeys(found, 0), given.seed, time.monotonic() + 60 * given.minutes
+    selected = checks(given.what or WHAT)
+    draws, seed, end = dict.fromkeys(selected, 0), given.seed, time.monotonic() + 60 * given.minutes
     answers, refusals, failed = dict(draws), dict(draws), dict(draws)
-    while found and (seed - given.seed < given.count if given.count else time.monotonic() < end):
-        for name, check in found.items():
+    while selected and (seed - given.seed < given.count if given.count else time.monotonic() < end):
+        for name, check in selected.items():
             tried, refused, wrong = one(check, seed)
             draws[name] += tried > 0
             answers[name] += tried

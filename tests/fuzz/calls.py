@@ -1,4 +1,4 @@
-"""One good call of every public function, class and method: what odd arguments are put into."""
+"""One valid call of every public function, class and method; the fuzzers replace its arguments."""
 
 from dataclasses import fields
 from functools import cache
@@ -18,13 +18,13 @@ B, S, D, F, H, K, L, V = cg.dims("B S D F H K L V")
 
 
 def a(*args, **named):
-    """The arguments of a call."""
+    """Call arguments."""
     return args, named
 
 
 @cache
 def asked():
-    """Graphs that are only looked at, and what questions answered of them."""
+    """Read-only graphs and the results of queries on them."""
     with cg.Graph("lm") as lm:
         table = lm.param("table", (V, 8))
         x = cg.embedding(lm.input("ids", (B, S), dtype="int64"), table)
@@ -66,7 +66,7 @@ def asked():
 
 
 def setting():
-    """An open graph to declare in, and tensors of it."""
+    """An open graph for declarations, and some of its tensors."""
     e = SimpleNamespace(g=cg.Graph("g"), **vars(asked()))
     e.x, e.w, e.n = e.g.input("x", (B, 6)), e.g.param("w", (6, 5)), e.g.input("n", (2, 3))
     e.seq, e.ids = e.g.input("seq", (B, S, 6)), e.g.input("ids", (B, S), dtype="int64")
@@ -309,7 +309,7 @@ CLASSES = {
     "Max": lambda e: a(B, S),
     "Min": lambda e: a(B, S),
     **dict.fromkeys(("SGD", "Adam", "AdamW", "AdaGrad", "RMSProp", "Lion", "Adafactor", "Muon"), lambda e: a()),
-    # what answers are made of
+    # constructors for result objects
     "Report": _record(lambda e: e.report),
     "Compared": _record(lambda e: e.comparison.rows[0]),
     "Comparison": _record(lambda e: e.comparison),
@@ -339,7 +339,7 @@ CLASSES = {
     "VJPContext": lambda e: a(e.op, (e.x,), (True,), lambda t: t),
 }
 
-#: By the class, what there is one of, then the arguments of each method.
+#: For each class: a constructor, then the arguments of each method.
 METHODS = {
     "Report": (
         lambda e: e.report,
@@ -406,7 +406,7 @@ def _slot(e):
     return Slot(e.w, e.g.input("w.grad", (6, 5)))
 
 
-#: Every call by its name: what is called, and with what.
+#: Every call by name: the callable and its arguments.
 CALLS = {
     **{name: (lambda e, name=name: (PUBLIC | RECORDS)[name], given) for name, given in (FUNCTIONS | CLASSES).items()},
     **{

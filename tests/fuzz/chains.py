@@ -1,7 +1,7 @@
-"""Random chains of transforms over models of the zoo, and the invariants that every chain keeps.
+"""Random chains of transforms over zoo models, and the invariants that every chain satisfies.
 
-`draw(rng)` makes a chain. `INVARIANTS` are functions that yield a text for each way in which a chain breaks them. One
-that the library refuses with one of its errors, such as an adapter on a layer that has one, breaks none.
+`draw(rng)` draws a chain. `INVARIANTS` are functions that yield a text for each violation. A chain that the library
+refuses with one of its errors, such as an adapter on a layer that already has one, violates none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import costgraph as cg
 
-#: Models, and layers of each that a chain may have.
+#: Models, and the layers that a chain may transform.
 MODELS = {
     "llama-3.2-1b": (2, 4, 6), "gemma-2-2b": (2, 4), "gpt-oss-20b": (2, 4), "gpt2": (2, 3), "qwen3-0.6b": (2, 4),
     "lstm-ptb-small": (1, 2), "gru-ptb-small": (1, 2), "bert-base": (2, 4), "mixtral-8x7b": (2,), "t5-small": (2,),
@@ -39,7 +39,7 @@ Transform = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 @dataclass(frozen=True)
 class Chain:
-    """Transforms of a model, in order, and sizes to ask at."""
+    """Ordered transforms of a model, and the sizes for evaluation."""
 
     model: str
     layers: int
@@ -47,18 +47,18 @@ class Chain:
     transforms: tuple[Transform, ...]
 
     def __str__(self) -> str:
-        """Return the program that makes the graph."""
+        """Return the program that builds the graph."""
         calls = [f"{name}({', '.join([*map(_text, args), *(f'{k}={_text(v)}' for k, v in named)])})"
                  for name, args, named in self.transforms]  # fmt: skip
         return " | ".join([f"{self.model} L={self.layers} {dict(self.sizes)}", *calls])
 
     @property
     def is_step(self) -> bool:
-        """Whether it ends with a step of training."""
+        """Whether the chain ends with a training step."""
         return any(name == "training_step" for name, _, _ in self.transforms)
 
     def point(self, graph: cg.Graph) -> dict[str, int]:
-        """Return the sizes that a graph takes."""
+        """Return values for a graph's free sizes."""
         return {name: size for name, size in self.sizes if name in _names(graph)}
 
 
@@ -165,12 +165,12 @@ def draw(rng: random.Random) -> Chain:
     if rng.random() < 0.2:
         what = ("optimizer", "activations", "parameters") if end < 0.6 else ("parameters",)
         transforms.append(("offload", (rng.choice(what),), ()))
-    sizes = SIZES[0] if name in RECURRENT else rng.choice(SIZES)  # each step of a recurrence is unrolled
+    sizes = SIZES[0] if name in RECURRENT else rng.choice(SIZES)  # every step of a recurrence is unrolled
     return Chain(name, layers, tuple(sizes.items()), tuple(transforms))
 
 
 def applied(chain: Chain, graph: cg.Graph) -> cg.Graph:
-    """Return the graph behind all transforms of a chain."""
+    """Return the graph after all transforms of a chain."""
     for name, args, named in chain.transforms:
         graph = getattr(cg, name)(graph, *args, **dict(named))
     return graph
@@ -190,42 +190,43 @@ def _differences(a: dict[str, Any], b: dict[str, Any], how: str) -> Iterator[str
 
 
 def looped_is_unrolled(chain: Chain) -> Iterator[str]:
-    """Transforms of the unrolled model, and the unrolled result, have the costs of the looped result."""
-    made = applied(chain, _model(chain.model, chain.layers))
-    wanted = _answers(made, chain.point(made))
-    played = cg.unroll(made, **chain.point(made))
+    """Transforming the unrolled model, or unrolling the result, gives the costs of the looped result."""
+    looped = applied(chain, _model(chain.model, chain.layers))
+    wanted = _answers(looped, chain.point(looped))
+    played = cg.unroll(looped, **chain.point(looped))
     yield from _differences(wanted, _answers(played, chain.point(played)), "unrolled at the end")
     names, recurrent = [name for name, _, _ in chain.transforms], chain.model in RECURRENT
     if "fuse" in names or (recurrent and {"prefill", "decode"} & {*names}):
-        return  # kernels of neighbouring layers may be fused; the steps of a recurrence are no cache any more
+        return  # fusion may cross layer boundaries; unrolled recurrent steps use no cache
     try:
         early = applied(chain, _unrolled(chain.model, chain.layers, dict(chain.sizes)["S"]))
     except cg.CostGraphError as error:
         yield f"unrolled first: refused, {str(error)[:200]}"
         return
-    if recurrent and chain.is_step:  # a loop writes gradients of slices into their stack, where torch joins them
+    # a loop writes gradients of slices into a stacked buffer, where torch concatenates them
+    if recurrent and chain.is_step:
         wanted = {name: value for name, value in wanted.items() if "bytes" not in name or "parameter" in name}
     yield from _differences(wanted, _answers(early, chain.point(early)), "unrolled first")
 
 
 def bound_early_is_bound_late(chain: Chain) -> Iterator[str]:
-    """Sizes bound when a question is asked give the value of the formula at these sizes."""
-    made = applied(chain, _model(chain.model, chain.layers))
-    point = chain.point(made)
-    every = {**made.defaults, **point}
-    wanted = _answers(made, point)
-    given = made.defaults
+    """Binding sizes at evaluation gives the same value as binding them in the graph."""
+    graph = applied(chain, _model(chain.model, chain.layers))
+    point = chain.point(graph)
+    every = {**graph.defaults, **point}
+    wanted = _answers(graph, point)
+    given = graph.defaults
     try:
         for kept in ({}, given, {name: size for name, size in given.items() if name != "L"}):
-            made.defaults = kept
-            formulas = {name: ask(made) for name, ask in QUESTIONS.items()}
+            graph.defaults = kept
+            formulas = {name: ask(graph) for name, ask in QUESTIONS.items()}
             late = {name: cg.evaluate(formula, **_only(formula, every)) for name, formula in formulas.items()}
             yield from _differences(wanted, late, f"bound late, but for {', '.join(kept) or 'none'}")
-    except cg.BindingError as error:  # few layers may have other formulas, which say so
+    except cg.BindingError as error:  # formulas may differ for few layers, and their errors say so
         if "holds from" not in str(error):
             raise
     finally:
-        made.defaults = given
+        graph.defaults = given
 
 
 def _only(formula: Any, point: dict[str, int]) -> dict[str, int]:
@@ -234,19 +235,19 @@ def _only(formula: Any, point: dict[str, int]) -> dict[str, int]:
 
 
 def saved_is_loaded(chain: Chain) -> Iterator[str]:
-    """A file of the result has the same costs, and the same facts."""
-    made = applied(chain, _model(chain.model, chain.layers))
+    """A saved and reloaded graph has the same costs and facts."""
+    graph = applied(chain, _model(chain.model, chain.layers))
     with TemporaryDirectory() as folder:
         path = Path(folder) / "graph.json"
-        cg.save(made, path)
+        cg.save(graph, path)
         try:
             back = cg.load(path)
         except cg.CostGraphError as error:
             yield f"loaded: refused, {str(error).removeprefix(str(path))[:200]}"
             return
-    point = chain.point(made)
-    yield from _differences(_answers(made, point), _answers(back, point), "loaded")
-    yield from _differences(_facts(made), _facts(back), "loaded")
+    point = chain.point(graph)
+    yield from _differences(_answers(graph, point), _answers(back, point), "loaded")
+    yield from _differences(_facts(graph), _facts(back), "loaded")
 
 
 def _facts(graph: cg.Graph) -> dict[str, Any]:
@@ -255,7 +256,8 @@ def _facts(graph: cg.Graph) -> dict[str, Any]:
 
 
 def more_checkpointing_saves_no_more(chain: Chain) -> Iterator[str]:
-    """A policy keeps no more bytes than no policy, and every second layer no more than every layer."""
+    """A checkpoint policy never saves more bytes than no policy, nor checkpointing every second layer more than
+    every layer."""
     if not chain.is_step:
         return
 
@@ -263,11 +265,11 @@ def more_checkpointing_saves_no_more(chain: Chain) -> Iterator[str]:
         steps = [(n, a, (*(i for i in k if i[0] != "checkpoint"), ("checkpoint", policy)))
                  if n == "training_step" else (n, a, k) for n, a, k in chain.transforms if n != "offload"]  # fmt: skip
         try:
-            made = applied(
+            graph = applied(
                 Chain(chain.model, chain.layers, chain.sizes, tuple(steps)), _model(chain.model, chain.layers)
             )
-            # bytes of saved_bytes are of one iteration of each loop: those of all iterations are of the unrolled graph
-            played = cg.unroll(made, **chain.point(made))
+            # saved_bytes counts one iteration per loop; the unrolled graph counts all iterations
+            played = cg.unroll(graph, **chain.point(graph))
             return sum(cg.saved_bytes(played, **chain.point(played)).values())
         except cg.CostGraphError:
             return None
@@ -289,17 +291,17 @@ INVARIANTS: tuple[Callable[[Chain], Iterator[str]], ...] = (
 
 
 def wrong(chain: Chain, invariants: tuple[Callable[[Chain], Iterator[str]], ...] = INVARIANTS) -> list[str] | None:
-    """Return what a chain breaks, None where the library refuses it."""
+    """Return the violations of a chain, None if the library refuses it."""
     try:
-        made = applied(chain, _model(chain.model, chain.layers))
-        _answers(made, chain.point(made))
+        graph = applied(chain, _model(chain.model, chain.layers))
+        _answers(graph, chain.point(graph))
     except cg.CostGraphError:
         return None
     return [f"{invariant.__name__}: {text}" for invariant in invariants for text in invariant(chain)]
 
 
 def check(rng: random.Random) -> tuple[int, int, list[str]]:
-    """Return how many chains were drawn, how many of them the library refuses, and what the others break."""
+    """Return how many chains were drawn, how many were refused, and the others' violations."""
     chain = draw(rng)
-    found = wrong(chain)
-    return 1, int(found is None), [str(chain), *found] if found else []
+    violations = wrong(chain)
+    return 1, int(violations is None), [str(chain), *violations] if violations else []

@@ -1,5 +1,5 @@
 import sys
 from pathlib import Path
 
-# helpers of all tests stand one folder above
+# shared test helpers live one folder up
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

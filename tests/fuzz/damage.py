@@ -1,4 +1,4 @@
-"""Valid files, and every way to damage one of their places."""
+"""Valid files, and every way to damage one node of them."""
 
 import copy
 import json
@@ -91,7 +91,7 @@ def saved(name, folder):
 
 
 def places(data, path=()):
-    """Routes to every node of a JSON value but the whole."""
+    """Yield paths to every node of a JSON value except the root."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
         yield (*path, key)
@@ -105,7 +105,7 @@ def at(data, route):
 
 
 def changed(data, route, how, value=None):
-    """A copy with one node deleted, replaced, twice there, or exchanged with another one."""
+    """Return a copy with one node deleted, replaced, duplicated or swapped with another."""
     out = copy.deepcopy(data)
     *way, key = route
     inner = at(out, way)

@@ -1,4 +1,4 @@
-"""What every fuzzer asks: a result or a refusal of the library, in time, and nothing else."""
+"""Contract of every fuzzer: a result or a library error, within the time limit."""
 
 import sys
 
@@ -6,22 +6,22 @@ from limits import TooSlowError, limited
 
 from costgraph import CostGraphError
 
-#: Of the processor: a hang to whoever waits.
+#: Seconds of CPU time after which a call counts as hung.
 SECONDS = 10.0
-#: Error texts are for people: none is a page.
+#: Longest error text in characters; errors must be readable.
 LONGEST_TEXT = 2100
 
 
 def show(given):
     try:
         text = repr(given)
-    except ValueError:  # an integer that Python refuses to print
+    except ValueError:  # Python refuses to print huge integers
         text = f"<{type(given).__name__} without a text>"
     return text if len(text) <= 3000 else f"{text[:3000]}... ({len(text)} characters)"
 
 
 def outcome(call, *given, about=None, **named):
-    """The result, or the refusal; anything else fails with the input that caused it."""
+    """Return the result or the library error; any other exception fails with the input that caused it."""
     try:
         with limited(SECONDS):
             return call(*given, **named)
@@ -37,6 +37,6 @@ def outcome(call, *given, about=None, **named):
 
 
 def refused(call, *given, **named):
-    found = outcome(call, *given, **named)
-    assert isinstance(found, CostGraphError), f"{show(given)} was taken: {str(found)[:300]}"
-    return found
+    result = outcome(call, *given, **named)
+    assert isinstance(result, CostGraphError), f"{show(given)} was taken: {str(result)[:300]}"
+    return result

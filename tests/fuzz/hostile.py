@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001  # look-alikes are what this is about
-"""Inputs that break programs: too deep, too long, too large, of another type, or not what they look like."""
+"""Hostile inputs: too deep, too long, too large, of the wrong type, or misleading."""
 
 import decimal
 import fractions
@@ -8,7 +8,7 @@ import numpy as np
 
 DEEP = 10**5
 
-#: Texts that are wrong everywhere.
+#: Texts that are invalid everywhere.
 TEXTS = [
     "", " ", "\n", "\t", "\0", "\x1b[31m", "\r\n", "\ufeff", "\u200b", "\u2028", "\ud800", "\udcff", "\U0001f600",
     "А", "Β", "ａ", "１", "٣", "²", "∞", "−1", "×", "B\0", "B\n", "\nB", "B\u0301", "_", "__import__('os')", "B;S",
@@ -19,7 +19,7 @@ TEXTS = [
     "B," * DEEP, "B " * DEEP, "B+" * DEEP + "B", "B*" * DEEP + "B", "a->" * DEEP, "\n" * DEEP, "🦙" * DEEP,
 ]  # fmt: skip
 
-#: Formulas whose text is short and whose value is not.
+#: Short formula texts with huge values.
 FORMULAS = [
     "2**10**10", "9**9**9**9", "B**99999999999", "1e999999", "2**(2**40)", "B**(2**30)", "(B+1)**(10**9)",
     "(A+B)**50 * (C+D)**50", "(A+B+C+D)**1000", "(A+B+C+D)**64", "(A+B+C)**64*(A+B)", "1/(A+B+C)**64",
@@ -41,7 +41,7 @@ FORMULAS = [
     "+".join(f"1/(A+{i})" for i in range(1, 400)), "/".join(f"(A+{i})" for i in range(1, 100)),
 ]  # fmt: skip
 
-#: Values of other types than the one that is asked for.
+#: Values with unexpected types.
 VALUES = [
     None, True, False, 0, -1, 1, 10**30, 10**5000, -(10**5000), 0.5, -0.0, float("nan"), float("inf"), float("-inf"),
     1e308, 1j, b"B", bytearray(b"1"), (), [], {}, set(), (1,), [None], {"a": 1}, object(), type, len, range(3),
@@ -52,7 +52,7 @@ VALUES = [
 
 
 def nested(depth):
-    """A list in a list in a list."""
+    """Return a deeply nested list."""
     out = []
     for _ in range(depth):
         out = [out]

@@ -1,4 +1,4 @@
-"""Random torch programs: traced with open sizes, and held against torch at others."""
+"""Random torch programs, traced with open sizes and compared with torch at other sizes."""
 
 import gc
 import weakref
@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import costgraph as cg
 from costgraph.torch import trace
 
-#: Statements that keep the shape (batch, length, width) of `x`; K is the width.
+#: Statements that preserve the shape (batch, length, width) of `x`; K is the width.
 STEPS = (
     # elementwise
     "x = x.sin()",
@@ -57,14 +57,14 @@ STEPS = (
     "x = functional.pad(x[:, 1:], (0, 0, 1, 0))",
     "x = x.tril()",
     "x = x.unbind(1)[0][:, None] * y",
-    # in-place writes
+    # in-place updates
     "x = x * 1; x[:, 0] = 2.0",
     "x = x * 1; x[..., :2].mul_(y[..., :2])",
     "x = (x + 1).mul_(2)",
     "x = (x * 2).relu_()",
     "x = x.clone(); x[:, 1:].add_(y[:, 1:])",
     "x = x + 1; x.masked_fill_(y > 0, 0.0)",
-    # gathers and orders
+    # gathers and sorts
     "x = x.gather(1, x.argmax(1, keepdim=True).expand_as(x))",
     "x = x[:, torch.tensor([0, 1])].mean(1, keepdim=True) + y",
     "x = x.index_select(-1, torch.arange(K).flip(0))",
@@ -91,7 +91,7 @@ STEPS = (
     "x = x.bfloat16().sin().float()",
     "x = x.double().mean(-1, keepdim=True).float() * y",
     "with torch.autocast('cpu', torch.bfloat16): x = self.a(x).float()",
-    # products
+    # matmuls
     "x = self.a(x)",
     "x = functional.linear(x, self.a.weight.T)",
     "x = (x @ x.mT).softmax(-1) @ x",
@@ -107,7 +107,7 @@ STEPS = (
     "x = functional.glu(self.wide(x))",
     "x = functional.avg_pool1d(x.mT, 3, 1, 1).mT",
     "x = functional.max_pool1d(x.mT, 3, 1, 1).mT",
-    # loops, detached parts and checkpoints
+    # loops, detached tensors and checkpoints
     "for _ in range(3): x = self.a(x).tanh()",
     "x = x + x.detach().cos()",
     "x = checkpoint(self.mlp, x, use_reentrant=False)",
@@ -129,7 +129,7 @@ LOSSES = (
 
 
 class Program(nn.Module):
-    """Statements drawn one after another, over a few layers."""
+    """A sequence of random statements over a few layers."""
 
     def __init__(self, width, lines, loss):
         super().__init__()
@@ -151,7 +151,7 @@ class Program(nn.Module):
 
 
 class Live(TorchDispatchMode):
-    """The most bytes that live storages have at once."""
+    """Track the peak bytes in live storages."""
 
     def __init__(self, *held):
         super().__init__()
@@ -173,13 +173,13 @@ class Live(TorchDispatchMode):
         self.live -= amount
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        self.add(made)
-        return made
+        outputs = func(*args, **(kwargs or {}))
+        self.add(outputs)
+        return outputs
 
 
 def tracked(run, held):
-    """Bytes of the live storages at the peak of a run, without what kernels take inside."""
+    """Return the peak bytes of live storages in a run, without kernel workspaces."""
     gc.collect()
     with Live(*held) as live:
         run()
@@ -190,7 +190,7 @@ aten = torch.ops.aten
 
 
 def formula(op):
-    """Return torch's formula of the FLOPs of another op, as it stands in its table."""
+    """Return torch's FLOP formula of another op, unchanged."""
 
     def counted(*args, **kwargs):
         return flop_registry[op](*args, **kwargs)
@@ -199,7 +199,7 @@ def formula(op):
     return counted
 
 
-#: torch's counter has no rule for the kernel of attention on a CPU.
+#: torch's counter has no formula for the CPU attention kernel.
 COUNTED = {
     aten._scaled_dot_product_flash_attention_for_cpu: formula(aten._scaled_dot_product_flash_attention),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: formula(
@@ -209,7 +209,7 @@ COUNTED = {
 
 
 def profiled(run, held):
-    """Bytes at the peak of a second run: what is held, and what the allocator hands out above that."""
+    """Return the peak bytes of a second run: live bytes, plus the allocations above them."""
     from torch.profiler import ProfilerActivity, profile
 
     gc.collect()
@@ -225,7 +225,7 @@ def profiled(run, held):
 
 
 def drawn(rng):
-    """Return a module, and the text of its forward pass."""
+    """Return a module and the source of its forward pass."""
     width = rng.choice((8, 16, 24))
     lines = rng.sample(STEPS, rng.randint(2, 7))
     torch.manual_seed(0)
@@ -233,14 +233,14 @@ def drawn(rng):
 
 
 def check(rng):
-    """Draw a program and compare it.
+    """Draw a program and compare it with torch.
 
     Returns
     -------
     tried, refused : int
-        Answers that were asked for, and those that were refused in words.
+        Number of queries, and of those refused with an error.
     wrong : list of str
-        Numbers that differ, with the text of the program.
+        Differing numbers, with the program source.
     """
     net, width = drawn(rng)
     batch, length = rng.choice((2, 3, 5)), rng.choice((16, 29, 64))
@@ -259,29 +259,29 @@ def check(rng):
 
     try:
         forward()
-    except Exception:  # two lines that do not fit: no program
+    except Exception:  # incompatible statements: skip the program
         return 0, 0, []
     try:
         step()
         trains = True
-    except RuntimeError:  # something was written over that a gradient reads, or there is none
+    except RuntimeError:  # an in-place write to a saved tensor, or no gradient
         net.zero_grad()
         trains = False
     held = [*net.parameters(), x]
     wrong, refused, tried = [], 0, 0
-    # a forward pass is not computed again: its checkpoints are those of `backward(..., recompute=)`
+    # the forward graph does not recompute; `backward(..., recompute=)` models its checkpoints
     derived = trains and "checkpoint" not in net.text
-    # kernels whose workspaces oneDNN chooses, or which have one for each thread
+    # kernels whose workspace oneDNN chooses or allocates per thread
     library = any(part in net.text for part in ("self.b(", "autocast", "scaled_dot_product"))
-    asked = []
-    if "max_pool1d" not in net.text:  # which has a kernel of its own where nothing needs a gradient
-        asked.append(("forward", lambda: trace(net, other, dims=dims), forward))
+    queries = []
+    if "max_pool1d" not in net.text:  # uses another kernel where no gradient is needed
+        queries.append(("forward", lambda: trace(net, other, dims=dims), forward))
     if trains:
-        asked.append(("traced step", lambda: trace(net, other, dims=dims, train=True), step))
+        queries.append(("traced step", lambda: trace(net, other, dims=dims, train=True), step))
     if derived:
-        asked.append(("derived step", lambda: cg.backward(trace(net, other, dims=dims)), step))
+        queries.append(("derived step", lambda: cg.backward(trace(net, other, dims=dims)), step))
     seen = {}
-    for what, build, run in asked:
+    for what, build, run in queries:
         tried += 1
         try:
             graph = build()

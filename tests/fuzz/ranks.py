@@ -1,6 +1,6 @@
-"""Invariants of random chains of `parallelize`: degrees of one, sums over ranks, stages of ZeRO, sizes bound early.
+"""Invariants of random `parallelize` chains: degree-1 axes, sums over ranks, ZeRO stages, early size binding.
 
-Ranks compute the values of the whole step.
+Per-rank graphs compute the same values as the unsharded step.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ FEW = {"B": 4, "S": 2, "D": 8, "F": 8, "L": 4}
 
 
 def model(kinds: int, *, gated: bool, fused: bool, post_norm: bool = False) -> cg.Graph:
-    """Declare layers with names that nobody knows, and the mean of their result.
+    """Declare layers with unknown names, and the mean of their output.
 
-    Behind a norm at the end of a layer, the first gradient of the backward pass is the same everywhere.
+    With a norm at the end of each layer, all elements of the first gradient of the backward pass are equal.
     """
     with cg.Graph("drawn", dtype="bf16") as g:
         x = g.input("x", (B, S, D))
@@ -46,7 +46,7 @@ def numbers(g: cg.Graph, **sizes: int) -> tuple[object, ...]:
 
 
 def check(rng: random.Random) -> None:
-    """Draw one configuration, and assert all that holds of every configuration."""
+    """Draw one configuration and assert the invariants of every configuration."""
     gated, fused, post_norm = rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.5
     kinds = rng.choice((1, 2))
     accumulate, checkpoint = rng.choice((1, 2)), rng.choice((None, cg.every_block()))
@@ -59,18 +59,18 @@ def check(rng: random.Random) -> None:
     )
     dp, tp = rng.choice((1, 2, 4)), rng.choice((1, 2, 4))
     assert numbers(cg.parallelize(step, dp=1, tp=1, zero=rng.randrange(4)), **SIZES) == numbers(step, **SIZES)
-    late = {"reduce_each": False} if accumulate > 1 and rng.random() < 0.7 else {}
-    testing.check_sharded(step, cg.parallelize(step, dp=dp, tp=tp, zero=rng.randrange(4), **late), **FEW)
+    options = {"reduce_every_microbatch": False} if accumulate > 1 and rng.random() < 0.7 else {}
+    testing.check_sharded(step, cg.parallelize(step, dp=dp, tp=tp, zero=rng.randrange(4), **options), **FEW)
     whole = cg.state_bytes(step, **SIZES)
     ranks = [cg.parallelize(step, dp=dp, tp=tp, zero=stage) for stage in range(4)]
     held = [cg.state_bytes(rank, **SIZES) for rank in ranks]
     for less, more in zip(held[1:], held, strict=False):
         for name in ("params", "gradients", "state"):
             assert getattr(less, name) <= getattr(more, name), (name, held)
-    # all ranks of stage 3 together hold everything once; norms are whole along tp
+    # the ranks of ZeRO stage 3 together hold each parameter once; norms are replicated along tp
     assert held[3].params * dp * tp >= whole.params, (held, whole)
     assert held[3].params * dp == held[0].params, (held, whole)
-    counters = 4 * 32 * dp  # every rank counts steps of each parameter
+    counters = 4 * 32 * dp  # every rank keeps a step counter per parameter
     assert 0 <= held[3].state * dp - held[0].state <= counters, (held, whole)
     rank = ranks[0]
     assert cg.matmul_flops(rank, **SIZES) * dp * tp == cg.matmul_flops(step, **SIZES)

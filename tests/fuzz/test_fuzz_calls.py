@@ -1,4 +1,4 @@
-"""Odd calls of every public name: a result or a refusal, no amount below zero or without end, nothing left behind."""
+"""Unusual arguments to every public name give a result or an error; no amount is negative or infinite."""
 
 import dataclasses
 import inspect
@@ -29,16 +29,16 @@ from costgraph.notation import validation
 
 B = cg.dims("B")
 
-#: Made by the library alone, one for each row of a table: no call of them is a user's.
+#: Table rows that only the library constructs, so users never call them.
 ROWS = {"Action", "CostRow", "Lifetime", "RooflineRow", "Tensor"}
-#: What may be negative or without end: what the caller gave, differences, and a size that is never reached.
+#: Results that may be negative or infinite: user inputs, differences, and thresholds that are never reached.
 SIGNED = {"compare", "leading_term", "regimes", "evaluate", "compile", "units.exact", "units.Quantity", "DType.round"}
 SIGNED |= {"crossover", *CLASSES}
 
 
 def odd_values(e):
-    """Each made when it is drawn: what is read once would be used up, and texts of a megabyte take their time."""
-    constants = [v for v in hostile.VALUES if v is not len]  # what a function of the caller raises is the caller's
+    """Yield constructors, because iterators are consumed on use and megabyte texts are slow to build."""
+    constants = [v for v in hostile.VALUES if v is not len]  # a callback's exceptions belong to the caller
     texts = [t for t in hostile.TEXTS if len(t) < 1000]
     sizes = [
         sympy.sin(B), sympy.log(2 * B), sympy.sqrt(B) - 10, sympy.pi, sympy.nan, sympy.oo, sympy.zoo, sympy.I, -B,
@@ -64,7 +64,7 @@ def odd_values(e):
 
 
 def slots(function, args, named):
-    """Routes to every argument: those given, what lists among them hold, and options that stay at their defaults."""
+    """Yield paths to every argument: given arguments, elements of their lists, and options left at their default."""
     given = [(i,) for i in range(len(args))] + [(name,) for name in named]
     inner = [
         (*r, k) for r in given for v in [_at(args, named, r)] if isinstance(v, list | tuple) for k in range(len(v))
@@ -83,19 +83,19 @@ def _at(args, named, route):
 
 
 def replaced(args, named, route, value):
-    """The arguments with one of them, or one part of a list among them, replaced."""
+    """Return the arguments with one of them, or one list element, replaced."""
     args, named = list(args), dict(named)
     if len(route) == 2:
         held = _at(args, named, route)
         if not isinstance(held, list | tuple):
-            return args, named  # replaced as a whole already
+            return args, named  # the whole argument is already replaced
         value = type(held)([*held[: route[1]], value, *held[route[1] + 1 :]])
     (args if isinstance(route[0], int) else named)[route[0]] = value
     return args, named
 
 
 def amounts(found, depth=0):
-    """Every number of a result."""
+    """Yield every number in a result."""
     if isinstance(found, bool | str | bytes | None | cg.Graph | cg.Tensor | cg.Hardware | cg.DType) or depth > 4:
         return
     if isinstance(found, int | float | sympy.Expr):
@@ -115,7 +115,7 @@ def is_amount(n):
 
 
 def use(e, found):
-    """Do with a result what it is made for: what is taken in silence shows there."""
+    """Use a result as intended; silently accepted arguments fail here."""
     if isinstance(found, AbstractContextManager) and not isinstance(found, cg.Graph):
         with found:
             cg.relu(e.x)
@@ -130,20 +130,20 @@ def use(e, found):
 
 
 def at_the_boundary(error):
-    """Whether Python itself refused the call: too few arguments, or one that is not in the signature."""
+    """Whether Python itself rejected the call: missing or unexpected arguments."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     doors = (__file__, ""), (validation.__file__, "entered"), (graph.__file__, "called")
     return isinstance(error, TypeError) and any(place.filename == f and place.name.endswith(n) for f, n in doors)
 
 
 def ask(name, e, function, args, named):
-    """The problem with a call, None where there is none."""
+    """Return the problem with a call, None if there is none."""
     before = here()
     try:
         with limited(SECONDS):
-            found = function(*args, **named)
-            use(e, found)
-            wrong = [] if name in SIGNED else [n for n in amounts(found) if not is_amount(n)]
+            result = function(*args, **named)
+            use(e, result)
+            wrong = [] if name in SIGNED else [n for n in amounts(result) if not is_amount(n)]
             if e.g.nodes:
                 wrong += [
                     n for q in (cg.flops, cg.bytes_moved, cg.peak_memory) for n in [q(e.g, B=2)] if not is_amount(n)
@@ -163,7 +163,7 @@ def ask(name, e, function, args, named):
 
 
 def odd_call(name, rng, folder):
-    """A good call with one or two arguments replaced: its problem, and a text of it."""
+    """Replace one or two arguments in a valid call; return its problem and the call as text."""
     e = setting()
     e.folder = folder
     what, given = CALLS[name]
@@ -178,7 +178,7 @@ def odd_call(name, rng, folder):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # text may be a path
+    monkeypatch.chdir(tmp_path)  # a text may be a path
     e = setting()
     cg.save(e.loss, tmp_path / "g.json")
     header = b'{"w":{"dtype":"F32","shape":[5],"data_offsets":[0,20]}}'
@@ -195,16 +195,16 @@ def test_every_public_name_has_a_call():
 @pytest.mark.parametrize("name", sorted(CLASSES))
 def test_every_public_method_has_a_call(name):
     members = vars((PUBLIC | RECORDS)[name])
-    own = {k for k, v in members.items() if inspect.isfunction(v) and not k.startswith("_")}
-    own = {k for k in own if hasattr(members[k], "__wrapped__")}  # at the door
-    networkx = {k for k in own if k.startswith(("add_", "clear", "remove_"))}
-    assert own - networkx == (METHODS[name][1].keys() if name in METHODS else set())
+    methods = {k for k, v in members.items() if inspect.isfunction(v) and not k.startswith("_")}
+    methods = {k for k in methods if hasattr(members[k], "__wrapped__")}  # methods that check their arguments
+    networkx = {k for k in methods if k.startswith(("add_", "clear", "remove_"))}
+    assert methods - networkx == (METHODS[name][1].keys() if name in METHODS else set())
 
 
-def test_good_calls_are_answered(folder):
+def test_valid_calls_succeed(folder):
     for name, (what, given) in CALLS.items():
         if name == "Hardware.attained":
-            continue  # of a device that was measured
+            continue  # needs a measured device
         e = setting()
         e.folder = folder
         with building(e.g):

@@ -1,4 +1,4 @@
-"""Command lines: a result, or one line on the standard error and exit code 2; never a traceback."""
+"""Command lines give a result, or one line on stderr and exit code 2; never a traceback."""
 
 import json
 import random
@@ -31,7 +31,7 @@ WORDS = [
 
 
 def ask(capsys, *words):
-    """Exit code and both outputs of a command, in time; what is refused says so in one line."""
+    """Return the exit code and both outputs of a command, within the time limit; errors take one line."""
     with limited():
         code = cli.main(list(words))
     done = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Files of graphs: nodes of valid ones deleted, replaced, repeated and exchanged; what loads means what it says."""
+"""Graph files with nodes deleted, replaced, duplicated and swapped: loaded files keep their meaning."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ SIZES = {"B": 2, "S": 7, "D": 12, "H": 3, "F": 12, "V": 13, "L": 3, "T": 6, "W":
 
 
 def plain(value):
-    """A file's data in one form: formulas and formats may be written in several ways."""
+    """Return a file's data in canonical form: formulas and dtypes have several spellings."""
     if isinstance(value, dict):
         if set(value) == {"size"}:
             return {"size": str(parse_formula(value["size"]))}
@@ -35,7 +35,7 @@ def plain(value):
 
 
 def known_part(data, model):
-    """What stands in a file, without keys that a saved one does not have."""
+    """Return the contents of a file, without keys that saved files do not have."""
     if isinstance(data, dict) and isinstance(model, dict):
         return {k: known_part(data.get(k), v) for k, v in model.items()}
     if isinstance(data, list) and isinstance(model, list) and len(data) == len(model):
@@ -44,7 +44,7 @@ def known_part(data, model):
 
 
 def by_name(data):
-    """Edges have no order; results have that of the ops that make them, wherever they stand."""
+    """Edges are unordered; results follow the order of their ops."""
     if isinstance(data, dict):
         out = {k: by_name(v) for k, v in data.items()}
         if isinstance(out.get("edges"), list):
@@ -57,7 +57,7 @@ def by_name(data):
 
 
 def ask(data, path, about):
-    """Load what was damaged; what is taken has to answer, and to be saved as it was read."""
+    """Load a damaged file; an accepted file must be queryable and be saved as it was read."""
     path.write_text(json.dumps(data), encoding="utf-8")
     g = outcome(cg.load, path, about=about)
     if isinstance(g, cg.CostGraphError):
@@ -69,13 +69,13 @@ def ask(data, path, about):
         outcome(question, g, about=(question.__name__, about), **SIZES)
     again = path.with_suffix(".again")
     cg.save(g, again)
-    found = by_name(plain(json.loads(again.read_text())))
-    assert found == known_part(by_name(plain(data)), found), f"{about}: the file says something else than the graph"
+    resaved = by_name(plain(json.loads(again.read_text())))
+    assert resaved == known_part(by_name(plain(data)), resaved), f"{about}: the file says something else than the graph"
     return g
 
 
 class Found:
-    """Asks about many files and fails once, with all that is wrong."""
+    """Check many files and fail once with all problems."""
 
     def __init__(self, folder):
         self.path = folder / "f.json"
@@ -101,14 +101,14 @@ def test_valid_files_are_taken(tmp_path, name):
 def test_every_node_deleted_repeated_or_replaced(tmp_path, name):
     rng = random.Random(name)
     data = saved(name, tmp_path)
-    found = Found(tmp_path)
+    checker = Found(tmp_path)
     for route in list(places(data))[:: 45 if is_plain() else 1]:
-        found.ask(changed(data, route, "delete"), (route, "delete"))
+        checker.ask(changed(data, route, "delete"), (route, "delete"))
         if isinstance(route[-1], int):
-            found.ask(changed(data, route, "twice"), (route, "twice"))
+            checker.ask(changed(data, route, "twice"), (route, "twice"))
         for value in rng.sample(REPLACEMENTS, min(len(REPLACEMENTS), examples(1))):
-            found.ask(changed(data, route, "replace", value), (route, value))
-    found.none()
+            checker.ask(changed(data, route, "replace", value), (route, value))
+    checker.none()
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -116,13 +116,13 @@ def test_nodes_exchanged_at_random(tmp_path, name):
     rng = random.Random(name)
     data = saved(name, tmp_path)
     spots = list(places(data))
-    found = Found(tmp_path)
+    checker = Found(tmp_path)
     for _ in range(examples(80)):
         a, b = rng.sample(spots, 2)
         if a[: len(b)] == b or b[: len(a)] == a:
             continue
-        found.ask(changed(data, a, "swap", b), (a, b))
-    found.none()
+        checker.ask(changed(data, a, "swap", b), (a, b))
+    checker.none()
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -130,7 +130,7 @@ def test_several_nodes_replaced_by_others_of_the_same_file(tmp_path, name):
     rng = random.Random(name)
     data = saved(name, tmp_path)
     values = list(REPLACEMENTS)
-    found = Found(tmp_path)
+    checker = Found(tmp_path)
     for _ in range(examples(60)):
         out = data
         edits = []
@@ -147,8 +147,8 @@ def test_several_nodes_replaced_by_others_of_the_same_file(tmp_path, name):
                         break
             out = changed(out, route, "replace", value)
             edits.append((route, value))
-        found.ask(out, edits)
-    found.none()
+        checker.ask(out, edits)
+    checker.none()
 
 
 SCRAPS = [b"", b"0", b"{", b"]", b'"', b"NaN", b"\xff", b"\x00", b"1e999", b"-", b"null", b"9" * 50]
@@ -179,28 +179,30 @@ NESTED = [
 
 
 @pytest.mark.parametrize("content", NESTED, ids=range(len(NESTED)))
-def test_what_is_no_graph_is_refused(tmp_path, content):
+def test_invalid_graph_files_are_refused(tmp_path, content):
     path = tmp_path / "f.json"
     path.write_bytes(content)
     assert isinstance(refused(cg.load, path), cg.FormatError)
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/dev/zero", "/dev/urandom", "/", "/proc/self/mem", "/nowhere/f.json"])
-def test_what_is_no_file_is_refused(path):
+def test_graph_paths_without_file_are_refused(path):
     assert isinstance(refused(cg.load, path), cg.FormatError)
     refused(cg.load_hardware, path)
 
 
 def kinds_of_keys(data):
-    """A route to each key that stands at a place of its own kind, numbers and names of a place left out."""
-    found = {}
+    """Return a path to one key per kind of place, ignoring indices and names in the path."""
+    routes_by_key = {}
     for route in places(data):
         if isinstance(route[-1], str):
             way = [step for step in route[:-1] if isinstance(step, str)]
             owner = at(data, route[:-1])
-            found.setdefault((*way, owner.get("role"), owner.get("kind"), tuple(sorted(owner))), []).append(route)
-    # defaults and extents are by the names of a program
-    return [routes[0] for key, routes in found.items() for routes in by_last(routes) if "defaults" not in key]
+            routes_by_key.setdefault((*way, owner.get("role"), owner.get("kind"), tuple(sorted(owner))), []).append(
+                route
+            )
+    # the keys of defaults and extents are user-defined names
+    return [routes[0] for key, routes in routes_by_key.items() for routes in by_last(routes) if "defaults" not in key]
 
 
 def by_last(routes):
@@ -208,8 +210,8 @@ def by_last(routes):
 
 
 @pytest.mark.parametrize("name", in_part(GRAPHS, 0, 3))
-def test_a_key_by_another_name_is_refused_at_every_level(name, tmp_path):
-    """What nobody reads would be passed over: a file of another version, or a misspelt one."""
+def test_renamed_keys_are_refused_at_every_level(name, tmp_path):
+    """Ignored keys would hide newer file versions and misspellings."""
     data = saved(name, tmp_path)
     path = tmp_path / "renamed.json"
     taken = []

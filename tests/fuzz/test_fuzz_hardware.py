@@ -1,4 +1,4 @@
-"""Specifications of devices: hostile TOML, and valid files with every line and every value damaged."""
+"""Device specifications: hostile TOML, and valid files with every line and value damaged."""
 
 import random
 from pathlib import Path
@@ -31,17 +31,17 @@ FILES = [
 
 
 def ask(path):
-    """Load a specification and ask all that a report asks of it."""
+    """Load a specification and run every query of a report on it."""
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.linear(g.input("x", (64, 64)), "b d -> b f", f=64))
-    found = cg.load_hardware(path)
-    for place, quantity in found.rows:
+    hardware = cg.load_hardware(path)
+    for place, quantity in hardware.rows:
         assert quantity.value > 0, f"{place} = {quantity}"
         assert str(quantity)
-    assert found.ridge(next(iter(found.peak)).partition("_")[0]) > 0
-    times = cg.roofline(g, found, fallback="fp32")
+    assert hardware.ridge(next(iter(hardware.peak)).partition("_")[0]) > 0
+    times = cg.roofline(g, hardware, fallback="fp32")
     assert times.lower_bound > 0
-    return found
+    return hardware
 
 
 def written(path, text):
@@ -50,14 +50,14 @@ def written(path, text):
 
 
 @pytest.mark.parametrize("content", FILES, ids=range(len(FILES)))
-def test_what_is_no_specification_is_refused(tmp_path, content):
-    found = refused(cg.load_hardware, written(tmp_path / "f.toml", content))
-    assert isinstance(found, cg.SpecError)
-    assert "f.toml" in str(found)
+def test_invalid_specifications_are_refused(tmp_path, content):
+    error = refused(cg.load_hardware, written(tmp_path / "f.toml", content))
+    assert isinstance(error, cg.SpecError)
+    assert "f.toml" in str(error)
 
 
 def test_every_number_replaced(tmp_path):
-    """One line of the file in turn has another value, for all of the values."""
+    """Replace one line of the file at a time, by every value."""
     lines = H100.split("\n")
     numbers = [i for i, line in enumerate(lines) if "value = " in line]
     assert len(numbers) > 10
@@ -89,7 +89,7 @@ def test_texts_cut_and_altered(tmp_path):
         outcome(ask, written(tmp_path / "f.toml", raw[:i] + new + raw[i + n :]), about=(i, n, new))
 
 
-def test_paths_that_are_no_files(tmp_path):
+def test_specification_paths_without_file_are_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none.toml", "a\0b.toml", "\ud800.toml", "x" * 10**6 + ".toml", "/" * 5000, ""):
         refused(cg.load_hardware, path)
         refused(cg.load, path)

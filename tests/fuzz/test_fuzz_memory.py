@@ -1,4 +1,4 @@
-"""Hostile inputs within a bound on memory, in a process of their own."""
+"""Hostile inputs stay within a memory limit, in a separate process."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Ranks of drawn models and degrees: the invariants of `ranks.check` under fixed seeds, and what they cannot draw."""
+"""Ranks for random models and degrees: the `ranks.check` invariants with fixed seeds, and further cases."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from tests.fuzz.ranks import FEW, SIZES, check, model
 
 
 @pytest.mark.parametrize("seed", in_part(range(4), 3, 4))
-def test_ranks_keep_what_holds_of_all_degrees(seed):
+def test_ranks_keep_the_invariants_at_all_degrees(seed):
     check(random.Random(seed))
 
 
 @pytest.mark.parametrize(("kinds", "zero"), [(1, 0), (2, 3)])
-def test_gradients_of_a_mean_behind_a_norm_are_accumulated_as_partial_sums(kinds, zero):
-    """The first gradient is a repeated scalar: each rank computes its own part."""
+def test_gradients_of_a_mean_after_a_norm_are_accumulated_as_partial_sums(kinds, zero):
+    """The first gradient is an expanded scalar: each rank computes its own part."""
     g = model(kinds, gated=False, fused=False, post_norm=True)
     step = cg.training_step(g, optimizer=cg.SGD(), accumulate=2)
-    rank = cg.parallelize(step, dp=2, zero=zero, reduce_each=False)
+    rank = cg.parallelize(step, dp=2, zero=zero, reduce_every_microbatch=False)
     testing.check_sharded(step, rank, **FEW)
     expanded = {str(t.sizes[0]) for op in rank.walk() if op.kind.name == "expand" for t in op.results if t.ndim == 3}
     assert expanded == {"B/2"}
 
 
-def test_layers_of_two_kinds_that_are_alike_are_gathered_as_layers_of_one():
-    found = []
+def test_identical_layer_kinds_are_gathered_alike():
+    counts_by_model = []
     for kinds in (1, 2):
         step = cg.training_step(model(kinds, gated=False, fused=False), optimizer=cg.SGD())
         rank = cg.parallelize(step, dp=4, zero=3)
         counts = {}
         for m in cg.communication(rank, **SIZES):
             counts[m.collective, m.phase] = counts.get((m.collective, m.phase), 0) + m.times
-        found.append(counts)
-    assert found[0] == found[1]
+        counts_by_model.append(counts)
+    assert counts_by_model[0] == counts_by_model[1]
 
 
 @pytest.mark.parametrize("degrees", [pytest.param({"ep": 4}, marks=pytest.mark.long), {"dp": 2, "ep": 4}])
@@ -48,7 +48,7 @@ def test_zero_shards_dense_parameters_over_expert_ranks(degrees):
     assert held[2].params < held[0].params
 
 
-def test_strict_refuses_weights_that_tensor_parallelism_leaves_whole():
+def test_strict_refuses_replicated_weights():
     B, D, F = cg.dims("B D F")
     with cg.Graph("odd") as g:
         x = g.input("x", (B, D))
@@ -57,6 +57,8 @@ def test_strict_refuses_weights_that_tensor_parallelism_leaves_whole():
         g.output(cg.reduce(cg.rms_norm(cg.linear(h, "b d -> b f", f=F, name="alone")), "b f ->", "mean"))
     rank = cg.parallelize(g, tp=2)
     assert rank.sharding.replicated == ("alone/weight",)
-    assert cg.matmul_flops(rank) == 4 * B * D * F  # half of the pair, and all of the third
-    with pytest.raises(cg.UnsupportedError, match="tp leaves 1 weights whole on every rank, such as 'alone/weight'"):
+    assert cg.matmul_flops(rank) == 4 * B * D * F  # half of the column/row pair, and the whole third weight
+    with pytest.raises(
+        cg.UnsupportedError, match="tp leaves 1 weights replicated on every rank, such as 'alone/weight'"
+    ):
         cg.parallelize(g, tp=2, strict=True)

@@ -1,4 +1,4 @@
-"""Patterns, formulas, relations, sizes, names and units: text from outside, hostile, mutated and raw."""
+"""Patterns, formulas, relations, sizes, names and units: hostile, mutated and random texts from users."""
 
 import pytest
 from budget import examples, in_part
@@ -58,12 +58,12 @@ def assumed(text):
 
 
 def formula(text):
-    """What a formula is good for afterwards: its text, read again, is the formula."""
-    found = parse_formula(text)
-    assert isinstance(found, Poly)
-    if len(str(found)) < 2000:
-        assert parse_formula(str(found)) == found, f"{found} is read as {parse_formula(str(found))}"
-    return found
+    """Round-trip a formula: its printed text parses to the same formula."""
+    parsed = parse_formula(text)
+    assert isinstance(parsed, Poly)
+    if len(str(parsed)) < 2000:
+        assert parse_formula(str(parsed)) == parsed, f"{parsed} is read as {parse_formula(str(parsed))}"
+    return parsed
 
 
 READERS = {
@@ -90,7 +90,7 @@ READERS = {
     "graph": cg.load,
     "operation": lambda t: cg.reduce(tensors()[0], "b s d -> b s", t),
 }
-#: What takes words of people who write programs.
+#: Functions that take user-chosen names.
 NAMERS = {
     "word": lambda t: read_sizes([t]),
     "pair": lambda t: read_sizes([f"B={t}"]),
@@ -115,13 +115,13 @@ def test_hostile_names_are_taken_or_refused(reader):
 
 @pytest.mark.parametrize("text", in_part(FORMULAS, 0, 4), ids=lambda t: t[:30])
 def test_expensive_formulas_are_answered_or_refused_in_time(text):
-    found = outcome(parse_formula, text)
-    outcome(lambda: str(found))
+    parsed = outcome(parse_formula, text)
+    outcome(lambda: str(parsed))
     outcome(assumed, f"{text} >= 1")
     outcome(assumed, f"Q == {text}")
-    if isinstance(found, Poly):
-        outcome(lambda: cg.evaluate(found.expr, **dict.fromkeys(found.names(), 3)))
-        outcome(lambda: cg.Graph("g").input("x", (found, found)))
+    if isinstance(parsed, Poly):
+        outcome(lambda: cg.evaluate(parsed.expr, **dict.fromkeys(parsed.names(), 3)))
+        outcome(lambda: cg.Graph("g").input("x", (parsed, parsed)))
 
 
 def test_sizes_as_keywords_are_taken_or_refused():
@@ -129,7 +129,8 @@ def test_sizes_as_keywords_are_taken_or_refused():
     peak = cg.peak_memory(g)
     for value in [*VALUES, *TEXTS[:40]]:
         for question in (cg.flops, cg.peak_memory, cg.bytes_moved, cg.param_count, cg.unroll, cg.lifetimes):
-            if question is not cg.unroll or not (isinstance(value, int) and value > 100):  # as many ops as iterations
+            # unrolling makes as many ops as iterations
+            if question is not cg.unroll or not (isinstance(value, int) and value > 100):
                 outcome(question, g, about=(question, value), L=value)
         outcome(cg.evaluate, peak, about=value, **dict.fromkeys("BCDFL", value))
         outcome(cg.compile(peak), about=value, **dict.fromkeys("BCDFL", value))
@@ -148,7 +149,7 @@ def test_numbers_of_quantities_are_taken_or_refused():
         outcome(lambda v: units.Quantity(v, "B") / units.Quantity(v, "B/s"), value)
 
 
-# -- drawn at random ---------------------------------------------------------------------------------------------
+# -- random inputs -----------------------------------------------------------------------------------------------------
 
 AXES = st.sampled_from(["b", "s", "d", "f", "h", "k", "1", "...", "_0", "_1", "(h k)", "(b s)", "()", "h*2+r-1", "a-1"])
 NOISE = st.text(st.sampled_from("bsdhk1(), .->*+-_0\n"), max_size=20) | st.text(max_size=8)
@@ -160,7 +161,7 @@ PATTERNS = st.builds(
 
 
 def damaged(texts):
-    """Valid texts of a grammar, with parts cut out, repeated, replaced or put in."""
+    """Draw valid texts of a grammar with parts deleted, repeated, replaced or inserted."""
     cut = st.tuples(st.integers(0, 60), st.integers(0, 6), NOISE)
 
     def apply(text, edits):

@@ -1,4 +1,4 @@
-"""Every defect that fuzzing found, with the input that showed it."""
+"""Defects found by fuzzing, with their inputs."""
 
 import json
 
@@ -25,7 +25,7 @@ def op(folder, name, kind):
     return next(i for i, n in enumerate(saved(name, folder)["nodes"]) if n.get("kind") == kind)
 
 
-# -- numbers that Python does not print ----------------------------------------------------------------------------
+# -- integers too long for Python to print -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def op(folder, name, kind):
         (lambda: cg.load_hardware("h100-sxm").link(bytearray(b"1")), cg.SpecError, "is unknown"),
     ],
 )
-def test_what_python_does_not_print_is_refused_by_the_library(call, error, text):
+def test_unprintable_integers_are_refused(call, error, text):
     with pytest.raises(error, match=text):
         call()
 
@@ -56,7 +56,7 @@ def test_what_python_does_not_print_is_refused_by_the_library(call, error, text)
 
 
 @pytest.mark.parametrize("text", ["(A+B+C+D)**64", "(A+B+C+D)**40", "*".join(f"(A{i}+1)" for i in range(16))])
-def test_long_sums_are_refused_before_they_are_multiplied_out(text):
+def test_long_sums_are_refused_before_expansion(text):
     with limited(), pytest.raises(cg.PatternError, match="too large to be written out"):
         parse_formula(text)
 
@@ -67,19 +67,19 @@ def test_many_terms_in_a_ceiling_are_refused():
 
 
 @pytest.mark.parametrize("text", ["(2 / B) / (1 - A)", "1 / (1 / (1 + A))", "3 / (0.5 / (B - 0.5))", "1/(1-A)"])
-def test_the_text_of_a_quotient_is_read_as_the_same_formula(text):
-    found = parse_formula(text)
-    assert parse_formula(str(found)) == found
+def test_printed_quotients_parse_to_the_same_formula(text):
+    formula = parse_formula(text)
+    assert parse_formula(str(formula)) == formula
 
 
-def test_a_power_inside_a_maximum_is_not_written_out_when_it_is_bound():
+def test_huge_power_in_a_maximum_is_refused_when_bound():
     formula = parse_formula("Max(A, 7**(B**40))").expr
     with pytest.raises(cg.BindingError, match="is no size of a tensor"):
         cg.evaluate(formula, A=3, B=3)
 
 
 @pytest.mark.parametrize("size", [-B, -B * S - 1, 1 - B])
-def test_a_size_below_1_for_all_symbols_is_refused(size):
+def test_sizes_always_below_one_are_refused(size):
     with pytest.raises(cg.ShapeError, match="expected a positive integer"):
         cg.Graph("g").input("x", (size,))
 
@@ -87,7 +87,7 @@ def test_a_size_below_1_for_all_symbols_is_refused(size):
 # -- graphs --------------------------------------------------------------------------------------------------------
 
 
-def test_a_graph_whose_shapes_need_an_assumption_is_loaded(tmp_path):
+def test_graphs_with_required_assumptions_are_loaded(tmp_path):
     with cg.Graph("g") as g:
         g.assume("D == H*K")
         g.output(cg.einsum(g.input("x", (B, D)), g.param("w", (H * K, S)), "b d, d s -> b s"))
@@ -95,7 +95,7 @@ def test_a_graph_whose_shapes_need_an_assumption_is_loaded(tmp_path):
     assert cg.flops(cg.load(tmp_path / "g.json")) == cg.flops(g)
 
 
-def test_infinity_in_an_attribute_is_saved_and_loaded(tmp_path):
+def test_infinite_attributes_survive_save_and_load(tmp_path):
     with cg.Graph("g") as g:
         x = g.input("x", (B, S))
         g.output(cg.ops.pointwise("maximum", x, float("-inf")))
@@ -105,7 +105,7 @@ def test_infinity_in_an_attribute_is_saved_and_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("size", ["0", "-5", "1/2", "0 - D"])
-def test_a_size_of_an_input_that_is_none_is_refused(tmp_path, size):
+def test_invalid_input_sizes_are_refused(tmp_path, size):
     path = damaged(tmp_path, "dense", ("nodes", 0, "shape", 0), size)
     with pytest.raises(cg.FormatError, match=r"input 'x': axis 0: .*, expected a positive integer"):
         cg.load(path)
@@ -121,7 +121,7 @@ def test_a_size_of_an_input_that_is_none_is_refused(tmp_path, size):
         ("dense", "expand", "kept", {"tuple": [0, 0, 2, None]}, "kept"),
         ("dense", "concat", "axis", 9, "axis 9"),
         ("dense", "reduce", "operation", "median", "expected one of sum, mean"),
-        ("varied", "einsum", "body", {"size": "1"}, "attribute 'body' of 'einsum', expected none but"),
+        ("varied", "einsum", "body", {"size": "1"}, "unknown attribute 'body' of 'einsum', expected one of"),
         ("varied", "einsum", "extents", {"dict": {"b": {"size": "B"}}}, "extents of 'b'"),
         ("varied", "scatter", "mode", "ad", "expected one of add, set, max"),
         ("varied", "gather", "batch", -1, "expected an integer of at least 0"),
@@ -135,7 +135,7 @@ def test_a_size_of_an_input_that_is_none_is_refused(tmp_path, size):
         ("looped", "repeat", "xs", 5, "carries and 5 slices"),
     ],
 )
-def test_attributes_that_do_not_fit_the_operands_are_refused(tmp_path, name, kind, attribute, value, text):
+def test_attributes_that_mismatch_operands_are_refused(tmp_path, name, kind, attribute, value, text):
     path = damaged(tmp_path, name, ("nodes", op(tmp_path, name, kind), "attrs", attribute), value)
     with pytest.raises(cg.FormatError) as caught:
         cg.load(path)
@@ -143,17 +143,17 @@ def test_attributes_that_do_not_fit_the_operands_are_refused(tmp_path, name, kin
     assert text in str(caught.value)
 
 
-def test_the_stated_flops_of_a_product_of_three_are_derived_again(tmp_path):
+def test_stated_einsum_flops_are_checked(tmp_path):
     i = next(i for i, n in enumerate(saved("varied", tmp_path)["nodes"]) if "orders" in n.get("attrs", {}))
     path = damaged(tmp_path, "varied", ("nodes", i, "attrs", "orders"), {"size": "1"})
-    with pytest.raises(cg.FormatError, match="orders '1': expected what agrees with the operands"):
+    with pytest.raises(cg.FormatError, match="orders '1': does not match the operands"):
         cg.load(path)
 
 
 @pytest.mark.parametrize(
     ("route", "value", "text"),
     [
-        (("directed",), False, "another kind of graph"),
+        (("directed",), False, "unsupported kind of graph"),
         (("graph", "loss"), 3, "3, expected str"),
         (("graph", "defaults"), {"no name": 3}, "default 'no name', expected the name of a dimension"),
         (("nodes", 0, "type"), "input", "type 'input', expected 'op' or 'tensor'"),
@@ -162,7 +162,7 @@ def test_the_stated_flops_of_a_product_of_three_are_derived_again(tmp_path):
         (("nodes", 3, "dtype"), "fp64", "phase"),
     ],
 )
-def test_what_a_saved_file_never_says_is_refused(tmp_path, route, value, text):
+def test_contents_never_saved_are_refused(tmp_path, route, value, text):
     data = saved("dense", tmp_path)
     node = next(i for i, n in enumerate(data["nodes"]) if n["type"] == "op")
     route = tuple(node if k == 3 and route[-1] == "phase" else k for k in route)
@@ -175,16 +175,16 @@ def test_what_a_saved_file_never_says_is_refused(tmp_path, route, value, text):
     assert text in str(caught.value)
 
 
-def test_a_tensor_that_no_op_makes_is_refused(tmp_path):
+def test_tensor_without_producer_is_refused(tmp_path):
     data = saved("dense", tmp_path)
     data["nodes"].append({"id": "ghost", "type": "tensor", "role": "result", "shape": ["B"], "dtype": "fp32"})
     path = tmp_path / "f.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(cg.FormatError, match="tensor 'ghost' is no result of an op"):
+    with pytest.raises(cg.FormatError, match="tensor 'ghost' is not the result of an op"):
         cg.load(path)
 
 
-def test_a_key_that_stands_twice_is_refused(tmp_path):
+def test_duplicate_keys_are_refused(tmp_path):
     path = tmp_path / "f.json"
     saved("dense", tmp_path)
     path.write_text((tmp_path / "dense.json").read_text().replace('"loss": null', '"loss": null, "loss": "x"', 1))
@@ -192,7 +192,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
         cg.load(path)
 
 
-def test_repeats_in_repeats_are_bounded(tmp_path):
+def test_nested_repeats_are_bounded(tmp_path):
     def nest(level):
         if level == 0:
             return cg.relu
@@ -202,16 +202,16 @@ def test_repeats_in_repeats_are_bounded(tmp_path):
     with cg.Graph("g") as g:
         g.output(nest(9)(g.input("x", (B, D))))
     cg.save(g, tmp_path / "g.json")
-    with pytest.raises(cg.FormatError, match="repeats in repeats, expected at most 8 levels"):
+    with pytest.raises(cg.FormatError, match="too many nested repeats, expected at most 8 levels"):
         cg.load(tmp_path / "g.json")
 
 
-def test_a_file_without_an_end_is_refused():
+def test_endless_files_are_refused():
     with pytest.raises(cg.FormatError, match="no regular file"):
         cg.load("/dev/zero")
 
 
-def test_a_graph_is_loaded_inside_an_open_scope(tmp_path):
+def test_graphs_load_inside_an_open_scope(tmp_path):
     data = saved("dense", tmp_path)
     with cg.Graph("outer"), cg.scope("inside"):
         assert len(cg.load(tmp_path / "dense.json").nodes) == len(data["nodes"])
@@ -220,7 +220,7 @@ def test_a_graph_is_loaded_inside_an_open_scope(tmp_path):
 # -- devices -------------------------------------------------------------------------------------------------------
 
 
-def test_a_key_of_many_dots_is_refused_in_time(tmp_path):
+def test_keys_with_many_dots_are_refused_in_time(tmp_path):
     path = tmp_path / "f.toml"
     path.write_text("a." * 10**5 + "b = 1")
     with limited(), pytest.raises(cg.SpecError, match="a line with more than 1000 dots"):
@@ -228,7 +228,7 @@ def test_a_key_of_many_dots_is_refused_in_time(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["1e-400", "1e61"])
-def test_a_rate_that_no_float_holds_is_refused(tmp_path, value):
+def test_rates_beyond_float_range_are_refused(tmp_path, value):
     path = tmp_path / "f.toml"
     bytes_, source = 'unit = "B", source = ["A"] }', 'unit = "B/s", source = ["A"] }'
     memory = f"[memory]\ncapacity = {{ value = 1, {bytes_}\nbandwidth = {{ value = {value}, {source}\n"

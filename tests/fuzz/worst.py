@@ -1,11 +1,11 @@
-"""The most hostile inputs in one process whose memory is bounded; prints what was neither a result nor a refusal."""
+"""Run the most hostile inputs in one process with bounded memory; print every outcome but results and errors."""
 
 import resource
 import sys
 import tempfile
 from pathlib import Path
 
-MOST = 3 * 2**30  # of addresses: the libraries take a part of it
+MOST = 3 * 2**30  # bytes of address space: the libraries take a part of it
 resource.setrlimit(resource.RLIMIT_AS, (MOST, MOST))
 
 from guard import outcome  # noqa: E402  # after the limit
@@ -17,7 +17,7 @@ from costgraph.notation.grammar import parse_formula  # noqa: E402
 
 
 def main():
-    """Exit with 1 where anything but a result or a refusal came back, a MemoryError among them."""
+    """Exit with 1 if any input gives something other than a result or a library error, including MemoryError."""
     wrong = 0
     for reader, text in [(parse_formula, f) for f in FORMULAS] + [(r, t) for r in READERS.values() for t in TEXTS]:
         try:

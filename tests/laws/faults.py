@@ -1,4 +1,4 @@
-"""Deliberate faults, three or more for each family of rules: what is replaced, and by what."""
+"""Deliberate faults, three or more for each rule family: a description and the faulty replacement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from costgraph.ops.registry import KINDS
 from costgraph.ops.rules import Flops
 from costgraph.transforms import reverse_mode
 
-#: The name in the package is that of the function.
+#: The key is the function's name in the package.
 pointwise_ops = import_module("costgraph.ops.elementwise")
 FAULTS: list[Fault] = []
 
@@ -42,11 +42,11 @@ class Fault:
     """rule of an op kind, or attribute of a module or class"""
     broken: object
     kinds: tuple[str, ...]
-    """op kinds on whose graphs a law has to notice, or what else is drawn"""
+    """op kinds in graphs that must expose the fault, or another strategy"""
 
 
 def fault(family, what, where, kinds):
-    """Register a faulty function for the one at `where`; it gets the right one as its first argument."""
+    """Register a faulty replacement for the function at `where`; it gets the original as its first argument."""
 
     def register(function):
         FAULTS.append(Fault(family, what, where, function, kinds))
@@ -57,14 +57,14 @@ def fault(family, what, where, kinds):
 
 @contextmanager
 def broken(found: Fault):
-    """Put the fault in, and take it out again."""
+    """Inject the fault, and restore the original afterwards."""
     owner, name = found.where
     rule = isinstance(owner, str)
     owner = KINDS[owner] if rule else owner
     right, own = getattr(owner, name), name in vars(owner)
 
     def wrong(*args, **kwargs):
-        if rule:  # which is called with the record and its op
+        if rule:  # rules are called with the record and its op
             kind, *args = args
             return found.broken(lambda *args: right(kind, *args), *args, **kwargs)
         return found.broken(right, *args, **kwargs)
@@ -165,7 +165,7 @@ def _(right, op):
 INDEXED = "bytes of operands reached by an index"
 
 
-@fault(INDEXED, "padding is read", (rules, "_reached"), ("pool", "einsum"))
+@fault(INDEXED, "padding is read", (rules, "_reached_positions"), ("pool", "einsum"))
 def _(right, index, extents, size):
     return right(index, extents, size) - 2 * index.offset
 

@@ -1,6 +1,6 @@
-"""Draw new graphs for so many minutes and hold each to all laws: python tests/laws/hunt.py --minutes 60 --seed 1
+"""Hold random graphs to all laws for some minutes: python tests/laws/hunt.py --minutes 60 --seed 1
 
-Prints every broken law with the smallest graph that breaks it, and at the end how many graphs were drawn.
+Prints every broken law with the smallest graph that breaks it, and the number of drawn graphs at the end.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from costgraph.ops.registry import KINDS
 
 
 def strategies():
-    """What is drawn in turn: graphs of several sizes, loops and kernels in each other, and graphs around each kind."""
+    """Return the strategies to alternate: graphs of several sizes, nested loops and kernels, one op kind each."""
     yield "graphs", testing.graphs()
     yield "large graphs", testing.graphs(most=14)
     yield "nested", testing.graphs(most=3, kinds=("repeat", "kernel", "pointwise", "einsum"))
@@ -22,7 +22,7 @@ def strategies():
 
 
 def drawn(strategy, number, examples, counts, name):
-    """Hold some graphs to the laws; returns the error of the smallest one that breaks any."""
+    """Hold some graphs to the laws; return the error of the smallest graph that breaks any."""
 
     def holds(case):
         counts[name] += 1
@@ -31,7 +31,7 @@ def drawn(strategy, number, examples, counts, name):
 
     try:
         testing.search(strategy, holds, examples, seed=number)
-    except Exception as error:  # whatever a law or the library says is a finding
+    except Exception as error:  # any exception from a law or the library is a finding
         return error
     return None
 

@@ -1,4 +1,4 @@
-"""Every transform carries the facts of a graph: assumptions, default sizes, the loss and the scopes of layers."""
+"""Every transform preserves a graph's facts: assumptions, default sizes, the loss and layer scopes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ B, S, D, L = cg.dims("B S D L")
 
 
 def model():
-    """Return layers of two kinds that take turns, with a fact of each kind."""
+    """Return alternating layers with two kinds, and one fact of each type."""
     bodies = {"narrow": lambda x: block(x, D), "wide": lambda x: block(x, 2 * D)}
     with cg.Graph("g", dtype="bf16") as g:
         x = cg.linear(g.input("x", (B, S, D)), "b s d -> b s e", e=D, name="first")
@@ -39,7 +39,7 @@ def step(graph, **more):
     return cg.training_step(graph, optimizer=cg.SGD(), **more)
 
 
-#: Every public function from a graph to a graph, with arguments that reach each of its ways.
+#: Every public graph-to-graph function, with arguments for each of its modes.
 TRANSFORMS = {
     "apply_precision": [lambda g: cg.apply_precision(g, "bf16-mixed")],
     "backward": [lambda g: cg.backward(cg.apply_precision(scalar(g), "bf16"))],
@@ -57,7 +57,7 @@ TRANSFORMS = {
     "unroll": [lambda g: cg.unroll(g, L=6), lambda g: cg.unroll(step(g), L=6)],
 }  # fmt: skip
 
-#: Facts that a transform drops, and why.
+#: Facts that a transform drops, with the reason.
 DROPPED = {
     ("loss", "training_step"): "its output is the loss",
     ("loss", "offload"): "of a step, whose output is the loss",
@@ -76,25 +76,25 @@ def piped(graph):
     return cg.parallelize(step(graph, accumulate=4), pp=3, micro_batches=4)
 
 
-def test_all_transforms_are_looked_at():
+def test_all_public_transforms_are_covered():
     def first(name):
         called = getattr(cg, name)
         if not inspect.isfunction(called):
             return ""
         parameters = [p.annotation for p in inspect.signature(called).parameters.values()]
-        made = inspect.signature(called).return_annotation
-        return parameters[0] if parameters and made in ("Graph", cg.Graph) else ""
+        returned = inspect.signature(called).return_annotation
+        return parameters[0] if parameters and returned in ("Graph", cg.Graph) else ""
 
     assert {name for name in cg.__all__ if first(name) in ("Graph", cg.Graph)} == set(TRANSFORMS)
 
 
 @pytest.mark.parametrize(("name", "way"), [(n, i) for n, ways in TRANSFORMS.items() for i in range(len(ways))])
-def test_a_transform_carries_every_fact(name, way):
+def test_transform_preserves_every_fact(name, way):
     graph = model()
     new = TRANSFORMS[name][way](graph)
     facts = {
         "relations": {r.text for r in graph.relations.relations} <= {r.text for r in new.relations.relations},
-        # a size that is nowhere in the new graph has no default there
+        # a size that is absent from the new graph has no default there
         "defaults": all(new.defaults.get(n, size) == size for n, size in graph.defaults.items())
         and {"D"} <= set(new.defaults),
         "loss": new.loss == graph.loss or (name in ("fuse", "unroll") and bool(new.gradients)),
@@ -113,13 +113,13 @@ BEFORE = ["lora", "qlora", "fuse", "apply_precision", "unroll"]
 
 
 @pytest.mark.parametrize(("before", "micro_batches"), in_part([(b, m) for m in (1, 4) for b in BEFORE], 0, 3))
-def test_each_layer_is_recomputed_behind_any_transform(before, micro_batches):
+def test_layers_are_recomputed_after_any_transform(before, micro_batches):
     ways = {name: found[0] for name, found in TRANSFORMS.items()}
     ways["qlora"] = lambda g: cg.quantize(cg.lora(g, 4), "int8", skip=["head", "lora_a", "lora_b"])
-    plain, made = model(), ways[before](model())
+    plain, transformed = model(), ways[before](model())
     again = [
         cg.costs(step(g, checkpoint=cg.every_block(), accumulate=micro_batches), B=2, S=8).filter(phase="recompute")
-        for g in (plain, made)
+        for g in (plain, transformed)
     ]
     scopes = [{scope.partition("/lora")[0] for scope in rows.group("scope")} for rows in again]
     assert all(any(kind in scope for scope in scopes[1]) for kind in ("narrow", "wide"))

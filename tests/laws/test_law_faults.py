@@ -1,4 +1,4 @@
-"""The laws notice: three deliberate faults or more for each family of rules are each caught by one of them."""
+"""The laws detect faults: a law catches each of the deliberate faults, three or more per rule family."""
 
 from collections import Counter
 from pathlib import Path
@@ -13,7 +13,7 @@ from costgraph.errors import CostGraphError
 
 
 def table():
-    """Rows of the page: family, fault, and the law that notices it."""
+    """Return the rows of the page: family, fault, and the law that detects it."""
     page = Path(__file__).parents[2] / "docs" / "accuracy" / "laws.md"
     rows = [line.strip("|").split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")]
     return [(row[0].strip(), row[1], row[2].strip()) for row in rows if len(row) == 3][1:]
@@ -23,13 +23,13 @@ NOTICED_BY = {(family, what): law.replace(" ", "_") for family, what, law in tab
 
 
 @pytest.mark.parametrize("fault", in_part(FAULTS, 0, 4), ids=lambda f: f"{f.family}-{f.what}".replace(" ", "_"))
-def test_a_law_notices(fault):
+def test_a_law_detects_the_fault(fault):
     law = NOTICED_BY[fault.family, fault.what]
     assert caught(fault, [law]), f"law {law!r} did not notice: {fault.what}"
 
 
 NESTED = {"most": 3, "kinds": ("repeat", "repeat", "einsum", "pointwise")}
-#: What graphs are drawn where a fault names no op kind.
+#: The strategies for faults that name no op kind.
 DRAWN = {"training": testing.losses(**NESTED), "nested": testing.graphs(**NESTED)}
 
 
@@ -38,13 +38,13 @@ def drawn_around(kind):
 
 
 def caught(fault, laws):
-    """Whether a fault broke one of the laws, or led to an error: others are not asked, most of them take longer."""
+    """Return whether a fault breaks one of the laws or raises; only these laws run, as most others take longer."""
     for kind in fault.kinds:
         holds = testing.check_training if kind == "training" else testing.check
 
         @settings(
             max_examples=4000,
-            phases=[Phase.generate],  # which graph shows it does not matter here
+            phases=[Phase.generate],  # any failing graph will do
             report_multiple_bugs=False,
             deadline=None,
             derandomize=True,
@@ -53,7 +53,7 @@ def caught(fault, laws):
         )
         @given(case=drawn_around(kind))
         def drawn(case):
-            holds(case.graph, laws, **case.point)  # noqa: B023  # it runs in this turn
+            holds(case.graph, laws, **case.point)  # noqa: B023  # it runs in this iteration
 
         try:
             with broken(fault):
@@ -63,9 +63,9 @@ def caught(fault, laws):
     return False
 
 
-def test_the_page_lists_them_all():
+def test_page_lists_all_faults():
     assert [row[:2] for row in table()] == [(f.family, f.what) for f in FAULTS]
 
 
-def test_every_family_has_three_faults():
+def test_every_rule_family_has_three_faults():
     assert min(Counter(f.family for f in FAULTS).values()) >= 3

@@ -1,4 +1,4 @@
-"""Whole drawn graphs are held to every law."""
+"""Whole random graphs keep every law."""
 
 import pytest
 from budget import examples, seed

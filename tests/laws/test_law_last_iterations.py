@@ -1,4 +1,4 @@
-"""Loops whose final states nobody reads, against their iterations and against torch's own autograd."""
+"""Loops with unused final states, compared with their unrolled iterations and torch's autograd."""
 
 import pytest
 import torch
@@ -30,11 +30,11 @@ def test_loops_go_back_as_their_iterations_do(case):
     testing.check_training(case.graph, ["a_loop_goes_back_as_its_iterations_do"], **case.point)
 
 
-# -- a state that each step trains, as torch differentiates it ----------------------------------------------------
+# -- test-time training, compared with torch ----------------------------------------------------------------------
 
 
 def trained_state(count, *, learned, layers=None):
-    """Test-time training: each position reads a matrix, and takes a step of gradient descent on it."""
+    """Test-time training: each position reads a matrix and updates it by a gradient descent step."""
 
     def step(w, now):
         q, k, v = now
@@ -43,8 +43,8 @@ def trained_state(count, *, learned, layers=None):
         return w - cg.einsum(error, k, "b c i, b c j -> b i j"), y
 
     def layer(x):
-        made = (cg.linear(x, "b t c k -> b t c j", j=K, name=n) for n in "qkv")
-        qkv = tuple(cg.rearrange(t, "b t c k -> t b c k") for t in made)
+        projections = (cg.linear(x, "b t c k -> b t c j", j=K, name=n) for n in "qkv")
+        qkv = tuple(cg.rearrange(t, "b t c k -> t b c k") for t in projections)
         start = cg.ops.contiguous_copy(cg.ops.expand(g.param("w", (K, K), grad=learned), "i j -> b i j", b=B))
         _, ys = cg.scan(count, step, start, qkv, name="time")
         return cg.linear(cg.rearrange(ys, "t b c k -> b t c k"), "b t c k -> b t c j", j=K, name="out")
@@ -95,23 +95,23 @@ def counted_by_torch(times, *, learned, layers=1, again=0, nested=False):
 
 
 @pytest.mark.parametrize("learned", [True, False])
-def test_a_state_that_is_trained_costs_what_torch_runs(learned):
-    """The last step makes a state that nobody reads: autograd goes through none of it, nor to a start that is data."""
+def test_trained_state_costs_match_torch(learned):
+    """The last step's state is unused: autograd skips it, and skips an initial state that needs no gradient."""
     step = cg.backward(trained_state(T, learned=learned))
     for times in (2, 3, 5):
         assert cg.matmul_flops(step, T=times, **SIZES) == counted_by_torch(times, learned=learned)
     for times in (1, 2):
         alone = cg.backward(trained_state(times, learned=learned))
         assert cg.matmul_flops(alone, **SIZES) == counted_by_torch(times, learned=learned)
-    with pytest.raises(cg.BindingError, match=r"T=1: .* expected a"):  # then nothing comes to keys and values at all
+    with pytest.raises(cg.BindingError, match=r"T=1: .* expected a"):  # then keys and values get no gradient at all
         cg.flops(step, T=1, **SIZES)
 
 
 @pytest.mark.parametrize(
     ("again", "nested"), in_part([(0, False), (1, False), (2, False), (3, False), (2, True), (3, True)], 0)
 )
-def test_layers_of_trained_states_cost_what_torch_runs(again, nested):
-    """Recomputation of some layers together stops within the last one."""
+def test_layers_with_trained_states_match_torch(again, nested):
+    """Recomputing several layers together stops early within the last one."""
     policy = cg.every(again, inside=cg.every_block() if nested else None) if again else None
     step = cg.backward(trained_state(T, learned=True, layers=L), checkpoint=policy)
     for groups, times in ((1, 2), (3, 2), (2, 4)):
@@ -120,7 +120,7 @@ def test_layers_of_trained_states_cost_what_torch_runs(again, nested):
         assert cg.matmul_flops(step, L=layers, T=times, **SIZES) == theirs
 
 
-# -- several states, in each other ----------------------------------------------------------------------------------
+# -- several and nested states --------------------------------------------------------------------------------------
 
 
 def product(w, x):
@@ -128,7 +128,7 @@ def product(w, x):
 
 
 def some_are_read(g, count, a, b, c, xs, w):
-    """Two of three final states are read by nobody."""
+    """Two out of three final states are unused."""
     (_, y, _), ys = cg.scan(
         count, lambda s, x: ((product(w, s[0]) + x, cg.tanh(s[1]) * x, product(w, s[2])), s[0] * s[2]), (a, b, c), xs
     )
@@ -136,7 +136,7 @@ def some_are_read(g, count, a, b, c, xs, w):
 
 
 def one_after_the_other(g, count, a, b, c, xs, w):
-    """The first state reaches the third two steps later: the last two steps differ."""
+    """The first state reaches the third two steps later, so the last two steps differ."""
     (_, _, y), _ = cg.scan(
         count, lambda s, x: ((product(w, s[0]) * x, product(w, s[0]) + s[1], cg.tanh(s[1]) + s[2]), None), (a, b, c), xs
     )
@@ -153,13 +153,13 @@ def in_each_other(g, count, a, b, c, xs, w):
 
 
 def replaced(g, count, a, b, c, xs, w):
-    """What comes out is made from the slice of the last step alone; what went in is lost."""
+    """The result is computed from the last slice alone; the initial state is unused."""
     (y, _), _ = cg.scan(count, lambda s, x: ((product(w, x), product(w, s[0])), None), (a, b), xs)
     return [y]
 
 
 def nobody(g, count, a, b, c, xs, w):
-    """A loop that nothing is read of, and one of layers whose second result is not."""
+    """A loop with unused results, and a layer loop with an unused second result."""
     cg.repeat(count, lambda h: product(w, h), a, name="unread")
     y, _ = cg.repeat(count, lambda h, s: (product(w, h), s + product(w, h)), (b, c), name="layers")
     return [y]
@@ -186,35 +186,35 @@ def answered(step, **sizes):
 
 
 @pytest.mark.parametrize(("loop", "wants"), in_part([(loop, i) for loop in LOOPS for i in (True, False)], 0, 3))
-def test_the_last_iterations_are_those_of_the_unrolled_graph(loop, wants):
-    """FLOPs of the closed form, of numbers of iterations that are declared, and of all of them played out."""
+def test_last_iterations_match_unrolled_graph(loop, wants):
+    """Compare FLOPs from the closed form, from graphs with numeric iteration counts, and from unrolled graphs."""
     sizes = {"B": 2, "K": 3}
     step = cg.backward(declared(loop, T, wants))
     for times in (1, 2, 3, 4, 7):
         flat = cg.flops(cg.backward(cg.unroll(declared(loop, T, wants), T=times)), **sizes)
         assert cg.flops(cg.backward(declared(loop, times, wants)), **sizes) == flat
-        found = answered(step, T=times, **sizes)
-        assert found == flat or (found is None and times < 4)  # where both ends differ, there have to be both
+        closed = answered(step, T=times, **sizes)
+        assert closed == flat or (closed is None and times < 4)  # if both ends differ, both must exist
 
 
 @pytest.mark.parametrize("loop", in_part(LOOPS, 0, 3))
-def test_what_is_split_keeps_the_laws(loop):
+def test_loops_with_peeled_iterations_keep_the_laws(loop):
     testing.check_training(declared(loop, T, wants=True), T=5, B=2, K=2)
 
 
-# -- gradients that are handed on as they are ------------------------------------------------------------------------
+# -- gradients that are forwarded unchanged ------------------------------------------------------------------------
 
 
 class Additions(TorchDispatchMode):
-    """Counts the elements that are added."""
+    """Count the added elements."""
 
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
-            self.count += made.numel()
-        return made
+            self.count += result.numel()
+        return result
 
 
 def added_by_torch(loss):
@@ -223,14 +223,14 @@ def added_by_torch(loss):
     return counted.count
 
 
-def of_the_backward_pass(graph, **sizes):
+def backward_additions(graph, **sizes):
     testing.check_training(graph, ["gradients_are_finite_differences"], **sizes)
     return cg.flops(cg.backward(graph), **sizes) - cg.flops(graph, **sizes)
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_a_last_iteration_adds_what_it_was_given_to_nothing(times):
-    """h + (p - 2): all gradients are the one that came in, whatever the iterations before the last one made."""
+def test_last_iteration_does_not_accumulate_incoming_gradient(times):
+    """h + (p - 2): all gradients equal the incoming one, whatever earlier iterations compute."""
     with cg.Graph("g") as g:
 
         def layer(h):
@@ -243,12 +243,12 @@ def test_a_last_iteration_adds_what_it_was_given_to_nothing(times):
         for _ in range(times):
             c = p - 2
         y = y + c
-    assert of_the_backward_pass(g, D=7) == added_by_torch(y.sum()) == 0
+    assert backward_additions(g, D=7) == added_by_torch(y.sum()) == 0
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 5])
-def test_the_first_term_of_a_sum_that_is_handed_on_as_well_is_copied(times):
-    """h + p, of 7 elements: torch adds the gradient T times less one."""
+def test_first_term_of_a_carried_sum_is_copied(times):
+    """h + p, with 7 elements: torch adds the gradient T - 1 times."""
     with cg.Graph("g") as g:
         p = g.param("p", (D,))
         g.output(cg.reduce(cg.repeat(times, lambda h: h + p, g.param("h", (D,))), "d -> ", "sum"))
@@ -257,14 +257,14 @@ def test_the_first_term_of_a_sum_that_is_handed_on_as_well_is_copied(times):
         y = y + w
     theirs = added_by_torch(y.sum())
     assert theirs == 7 * (times - 1)
-    assert of_the_backward_pass(g, D=7) == theirs
+    assert backward_additions(g, D=7) == theirs
     testing.check_training(g, ["a_loop_goes_back_as_its_iterations_do"], D=7)
 
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_sum_does_not_lie_in_what_an_iteration_hands_on(times, later):
-    """2 * (h + p) + 3 * q: the gradient of h + p is handed on and adds up, and is read again for that of q."""
+def test_gradient_sum_does_not_alias_the_carry(times, later):
+    """2 * (h + p) + 3 * q: the gradient of h + p is carried and accumulated, and read again for q's gradient."""
     with cg.Graph("g") as g:
         p, q = g.param("p", (D,)), g.param("q", (D,))
 
@@ -277,13 +277,13 @@ def test_a_sum_does_not_lie_in_what_an_iteration_hands_on(times, later):
     y, a, b = (torch.ones(7, requires_grad=True) for _ in range(3))
     for _ in range(times):
         y = 2 * (y + a) + 3 * b
-    # beside additions: y * a and the sum, forward; the product of each operand, and 2 and 3 times for each iteration
+    # besides additions: y * a and the sum, forward; each operand's product, and 2 and 3 times per iteration
     theirs = added_by_torch((y * a).sum())
-    assert of_the_backward_pass(g, D=7) == theirs + 7 * (2 + 2 * times)
+    assert backward_additions(g, D=7) == theirs + 7 * (2 + 2 * times)
 
 
-def test_one_gradient_of_two_operands_is_added_to_one_and_not_lost_to_the_other():
-    """h + (h + p), twice: each h has two contributions, and p one of each: three additions of 7 elements."""
+def test_gradient_shared_by_two_operands_reaches_both():
+    """h + (h + p), twice: each h has two contributions, p has one per iteration: three additions over 7 elements."""
     with cg.Graph("g") as g:
         p, h = g.param("p", (D,)), g.param("h", (D,))
         for _ in range(2):
@@ -292,4 +292,4 @@ def test_one_gradient_of_two_operands_is_added_to_one_and_not_lost_to_the_other(
     w, y = torch.ones(7, requires_grad=True), torch.ones(7, requires_grad=True)
     for _ in range(2):
         y = y + (y + w)
-    assert of_the_backward_pass(g, D=7) == added_by_torch(y.sum()) == 3 * 7
+    assert backward_additions(g, D=7) == added_by_torch(y.sum()) == 3 * 7

@@ -1,4 +1,4 @@
-"""View or copy, shape and strides of every op in drawn graphs, as torch decides them on the same strides."""
+"""View or copy, shape and strides for every op in drawn graphs, as decided by torch on the same strides."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def number(p, point):
 
 
 def meta(t, point):
-    """The same layout as a torch tensor without storage, in torch's own format where it matters: one for all."""
+    """Return the layout as a meta tensor; one dtype serves all, except where torch's dtype matters."""
     sizes, strides = ([number(p, point) for p in ps] for ps in (t.sizes, t.strides))
     return torch.empty_strided(sizes, strides, device="meta")
 
@@ -30,8 +30,8 @@ def moved(op, x, point):
         start, size = number(a["start"], point), number(a["size"], point)
         key = (slice(None),) * a["axis"] + (slice(start, start + (size - 1) * a["step"] + 1, a["step"]),)
         return x[key]
-    kept = [i for i in a["kept"] if i is not None]
-    assert kept == sorted(kept)
+    axes = [i for i in a["kept"] if i is not None]
+    assert axes == sorted(axes)
     for i, k in enumerate(a["kept"]):
         x = x.unsqueeze(i) if k is None else x
     return x.expand([number(p, point) for p in a["sizes"]])
@@ -66,7 +66,7 @@ def test_layouts_are_those_of_torch(case):
 
 @pytest.mark.parametrize("kind", ["rearrange", "slice", "expand", "pointwise"])
 def test_the_check_looks_at_ops_of_every_kind(kind):
-    """Each kind is looked at in most drawn graphs: the law above does not hold by skipping."""
+    """Most drawn graphs check each kind, so the law above does not pass by skipping."""
     looked = []
 
     @settings(max_examples=30, database=None, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

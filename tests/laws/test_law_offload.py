@@ -1,4 +1,4 @@
-"""What lies on the host changes no number of a drawn step, and the peak is that of buffers as they come and go."""
+"""Offloading to the host changes no value in a drawn step; the peak matches simulated buffers."""
 
 from collections import Counter
 
@@ -20,14 +20,14 @@ OPTIMIZERS = st.sampled_from([cg.SGD(momentum=0.9), cg.AdamW(implementation="fus
 def held(case, what, options, seen):
     try:
         whole = cg.training_step(case.graph, **options)
-    except CostGraphError:  # autograd refuses some, and some have no layers
+    except CostGraphError:  # autograd rejects some graphs, and some have no layers
         whole = case.graph
     updates = any(op.phase == "optimizer" for op in whole.walk())
     saved = whole is not case.graph and any(cg.saved_bytes(whole).values())
     there = {"optimizer": updates, "parameters": whole.params, "activations": saved}
     for name in what:
         if not there[name]:
-            with pytest.raises(GraphError, match=r"has no \w+ to offload, expected a"):
+            with pytest.raises(GraphError, match=r"has no \w+ to offload; expected a"):
                 cg.offload(whole, what)
             seen["nothing"] += 1
     away = cg.offload(whole, {name for name in what if there[name]})

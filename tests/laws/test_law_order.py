@@ -1,4 +1,4 @@
-"""Nothing depends on the order of a Python set: graphs under several values of PYTHONHASHSEED."""
+"""Results do not depend on set order: graphs under several values of PYTHONHASHSEED."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Drawn pattern texts: read back as they are written, and meaning what einops and NumPy take them for."""
+"""Random patterns print back as written and agree with einops and NumPy."""
 
 from string import ascii_letters
 

@@ -1,4 +1,4 @@
-"""What a graph refuses, its formulas refuse: over graphs that ask much of sizes, and over the zoo."""
+"""Formulas raise for the same sizes as their graphs: random graphs with size constraints, and the zoo."""
 
 from contextlib import suppress
 
@@ -19,14 +19,14 @@ ASSUMPTIONS = ("S <= P", "D == H*K", "F >= D", "F == 4*D", "S >= 2*W", "L >= 2",
 
 @st.composite
 def demanding(draw):
-    """A graph whose sizes are differences, quotients and roundings, under some assumptions, and a point."""
+    """A graph with differences, quotients and roundings as sizes, some assumptions, and a point."""
     with cg.Graph("demanding") as g:
         x = g.input("x", (B, S, D))
         for what in draw(st.lists(st.sampled_from(list(STEPS)), min_size=1, max_size=4, unique=True)):
-            with suppress(cg.CostGraphError):  # what no size can make right is refused at once
+            with suppress(cg.CostGraphError):  # ops that no size can satisfy raise at once
                 x = STEPS[what](draw, g, x)
         g.output(x)
-        with suppress(cg.PatternError):  # some contradict each other
+        with suppress(cg.PatternError):  # some assumptions contradict each other
             g.assume(*draw(st.lists(st.sampled_from(ASSUMPTIONS), max_size=2, unique=True)))
         g.defaults |= draw(st.dictionaries(st.sampled_from(sorted(known_names(g))), st.integers(1, 12), max_size=2))
     return g, {n: draw(st.integers(1, 12)) for n in sorted(known_names(g))} | g.defaults
@@ -80,18 +80,18 @@ def test_graphs_that_ask_much_of_sizes(case):
     testing.check(graph, [LAW], **point)
 
 
-#: One model for each family of the zoo, and what is asked of it with a size that is not as published.
+#: One model per zoo family, and queries with one unpublished size.
 FAMILIES = [next(iter(family.presets)) for family in models.registry.FAMILIES]
 
 
 def published(name):
-    """A model with open sizes, and the sizes it is published with."""
+    """Return a model with open sizes, and its published sizes."""
     graph = load(name, symbolic=True)
     return graph, {**dict.fromkeys(sorted(known_names(graph)), 64), **load(name).defaults}
 
 
 def said(ask, *args, **sizes):
-    """An answer, or the words of a refusal."""
+    """Return an answer, or an error message."""
     try:
         return ask(*args, **sizes)
     except cg.BindingError as error:
@@ -104,7 +104,7 @@ def sizes_of(formula, point):
 
 
 @pytest.mark.parametrize("name", in_part(FAMILIES, 0, 6))
-def test_formulas_of_the_zoo_refuse_what_its_graphs_refuse_in_the_same_words(name):
+def test_zoo_formulas_raise_the_same_errors_as_graphs(name):
     graph, point = published(name)
     formulas = [cg.flops(graph), cg.peak_memory(graph)]
     for other in testing.properties.around(point):
@@ -116,6 +116,6 @@ def test_formulas_of_the_zoo_refuse_what_its_graphs_refuse_in_the_same_words(nam
 
 @pytest.mark.long  # every question of every model: minutes
 @pytest.mark.parametrize("name", models.names())
-def test_models_keep_the_law(name):
+def test_models_keep_the_refusal_law(name):
     graph, point = published(name)
     testing.check(graph, [LAW], **point)

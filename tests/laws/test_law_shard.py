@@ -1,6 +1,6 @@
-"""A graph on a mesh computes what it does on one device: all ranks at once, graphs and placements drawn.
+"""Sharded graphs compute the same values as on one device, simulating all ranks of drawn graphs and placements.
 
-The oracle is the graph of all devices, run index point by index point; what is split, and along which axes, is drawn.
+The oracle interprets the unsharded graph index point by index point; shardings are drawn.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from costgraph import testing
 from costgraph.errors import BindingError
 from costgraph.ops.collectives import Meshed
 
-REFUSED = ("is in the order of each rank", "rows go to the ranks that have theirs")
+REFUSED = ("is in rank-local order", "rows are sent to the ranks of their experts")
 
 
 def of_all_devices(case):
@@ -24,19 +24,19 @@ def of_all_devices(case):
 def held(case, spread, seen):
     try:
         sharded = cg.shard(case.graph, spread.mesh, spread.placements, gather=spread.gather)
-    except (cg.GraphError, cg.UnsupportedError) as error:  # the order of a rank is its own
+    except (cg.GraphError, cg.UnsupportedError) as error:  # a rank has its own op order
         if not any(text in str(error) for text in REFUSED):
             raise
         seen["refused"] += 1
         return
     try:
         testing.check_sharded(case.graph, sharded, spread.degrees, **case.point, **spread.sizes)
-    except BindingError as error:  # a size somewhere on the way that the ranks do not divide
+    except BindingError as error:  # some intermediate size is not divisible by the ranks
         if "expected a positive whole number" not in str(error):
             raise
         seen["uneven"] += 1
         return
-    except AssertionError as error:  # what was drawn sends more rows to some ranks than to others
+    except AssertionError as error:  # the drawn routing sends more rows to some ranks than to others
         if "the routing is not balanced" not in str(error):
             raise
         seen["unbalanced"] += 1

@@ -1,4 +1,4 @@
-"""Drawn graphs with a loss: their backward passes are held to every law of training."""
+"""Random graphs with a loss: their backward passes keep every training law."""
 
 import pytest
 from budget import drawing, examples, in_part, seed
@@ -15,11 +15,11 @@ B, D, F, H, L, S, V = cg.dims("B D F H L S V")
 
 
 def held(case, laws=None):
-    """Hold a drawn graph to the laws, unless autograd would refuse it as well."""
+    """Hold a random graph to the laws, unless autograd rejects it as well."""
     try:
         cg.backward(case.graph)
     except UnsupportedError:
-        return  # such as a pooling that keeps no places
+        return  # for example max pooling that saves no positions
     except GraphError as error:
         if "has overwritten in place" not in str(error):
             raise
@@ -83,7 +83,7 @@ def recurrent():
 
 
 def restricted(*, looped):
-    """A whole matrix that causal scores are weighed with: its gradient is whole, that of the scores is not."""
+    """Causal scores times a full matrix: the matrix gradient is full, the score gradient is restricted."""
     with cg.Graph("restricted") as g:
         q, k, m = g.param("q", (S, D)), g.param("k", (S, D)), g.param("m", (S, S))
         scores = cg.einsum(q, k, "s d, t d -> s t", domain=cg.Domain(causal=True), over=("s", "t"))
@@ -98,7 +98,7 @@ def restricted(*, looped):
 
 
 @pytest.mark.parametrize("looped", [False, True])
-def test_gradients_are_restricted_as_what_they_belong_to(looped, tmp_path):
+def test_gradients_share_the_domain_of_their_tensors(looped, tmp_path):
     graph = restricted(looped=looped)
     testing.check_training(graph, **{n: POINT[n] for n in known_names(graph)})
     step = cg.backward(graph)
@@ -115,7 +115,7 @@ ONES = {
 
 
 @pytest.mark.parametrize("change", ONES)
-def test_a_restriction_over_an_axis_of_size_one_is_where_its_gradient_looks_for_it(change):
+def test_domain_over_singleton_axis_is_found_by_its_gradient(change):
     with cg.Graph("ones") as g:
         q, k = g.param("q", (1, 1, D)), g.param("k", (S, D))
         a = cg.einsum(q, k, "b s d, t d -> b s t", domain=cg.Domain(causal=True), over=("s", "t"))
@@ -129,25 +129,25 @@ POINT = {"B": 2, "D": 3, "F": 5, "L": 4, "S": 3}
 
 
 @pytest.mark.parametrize("make", in_part([stack, shared, recurrent], 2, 3))
-def test_backward_passes_of_loops_keep_all_laws(make):
+def test_loop_backward_passes_keep_all_laws(make):
     graph = make()
     testing.check_training(graph, **{n: POINT[n] for n in known_names(graph)})
 
 
-@pytest.mark.long  # loops are held above, and what models have in them by drawn graphs
+@pytest.mark.long  # other tests hold loops, and drawn graphs cover the ops in models
 @pytest.mark.parametrize("attention", ["eager", "flash"])
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b"])
-def test_backward_passes_of_models_keep_the_laws(name, attention):
+def test_model_backward_passes_keep_the_laws(name, attention):
     graph = load(name, symbolic=True, attention=attention, dtype="fp32")
     with graph:
         loss = cg.cross_entropy(graph.outputs[0], graph.input("targets", (B, S), dtype="int64"))
         graph.outputs[:] = [loss]
     sizes = {"B": 2, "D": 6, "H": 3, "F": 7, "L": 2, "V": 5, "S": 3, "P": 4, "G": 3, "K": 2}
-    laws = [n for n in testing.TRAINING if n != "a_backward_pass_keeps_the_laws_of_graphs"]  # minutes, at this size
+    laws = [n for n in testing.TRAINING if n != "a_backward_pass_keeps_the_laws_of_graphs"]  # minutes at this size
     testing.check_training(graph, laws, **{n: sizes[n] for n in known_names(graph)})
 
 
-def test_a_law_that_is_none_and_a_graph_without_a_loss_are_refused():
+def test_unknown_law_and_missing_loss_raise():
     with pytest.raises(UnsupportedError, match="check_training: law 'none', expected one of gradients_are"):
         testing.check_training(stack(), ["none"], **POINT)
     with cg.Graph("g") as g:

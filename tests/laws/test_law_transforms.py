@@ -1,4 +1,4 @@
-"""What transforms keep, on drawn graphs: the interpreter runs both graphs on the same values."""
+"""Transforms preserve values on drawn graphs: the interpreter runs both graphs on equal inputs."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ drawn = drawing(60)
 
 
 def base(name):
-    """Name of a tensor before its loop was unrolled."""
+    """Return a tensor's name before its loop was unrolled."""
     return name.split(".i")[0]
 
 
@@ -26,7 +26,7 @@ def _used(size, point):
 
 
 def inputs_of(graph, point):
-    """A value for each floating input and parameter by its name alone, the same in all iterations."""
+    """Return a value per floating input and parameter, a function of its name, equal in all iterations."""
     out = {}
     for body in graph.bodies():
         for t in body.tensors:
@@ -47,7 +47,7 @@ def same_values(one, other, point):
 
 
 def holds_fused(graph, fused, point):
-    """Same values, FLOPs and parameters; never more bytes, and no more than what the interpreter touches."""
+    """Check equal values, FLOPs and parameters, and that bytes neither grow nor exceed the interpreter's count."""
     before, after = same_values(graph, fused, point)
     assert (after.matmul, after.pointwise, after.transcendental) == (
         before.matmul, before.pointwise, before.transcendental,
@@ -83,18 +83,18 @@ def test_an_unrolled_graph_computes_the_same(case):
     flat = cg.unroll(case.graph, **case.point)
     assert not any(op.loop is not None for op in flat.walk())
     if any(op.kind.name == "empty" for op in flat.ops):
-        return  # a stack is filled by those who write its slices, which its reader does not name
+        return  # a stack is filled by the writers of its slices, which its reader does not name
     before, after = same_values(case.graph, flat, case.point)
     assert (after.flops, after.params, after.param_bytes) == (before.flops, before.params, before.param_bytes)
     assert after.bytes_moved == before.bytes_moved
     assert after.peak == before.peak
 
 
-def test_results_of_a_chain_that_others_view_in_their_order_stay_where_they_are():
+def test_viewed_chain_results_keep_their_layout():
     with cg.Graph("turned") as g:
         y = cg.tanh(cg.relu(cg.rearrange(g.input("x", (A, B)), "a b -> b a")))
         g.output(cg.rearrange(y, "b a -> (a b)"), cg.rearrange(y, "b a -> (a b) 1"))
-    # relu and tanh read and write A*B each, the outputs are views; of a dense result they would be two copies
+    # relu and tanh read and write A*B each, the outputs are views; dense results would need two copies
     assert cg.bytes_moved(g, A=3, B=5) == 4 * 4 * 3 * 5
     fused = cg.fuse(g)
     assert cg.bytes_moved(fused, A=3, B=5) == 2 * 4 * 3 * 5
@@ -102,19 +102,19 @@ def test_results_of_a_chain_that_others_view_in_their_order_stay_where_they_are(
     assert all(t.is_view for t in fused.outputs)
 
 
-def test_a_chain_that_nobody_reads_is_left_as_it_is():
+def test_unread_chain_is_not_fused():
     with cg.Graph("unread") as g:
         x = g.input("x", (A, B))
         cg.tanh(cg.relu(x))
         g.output(cg.tanh(cg.relu(2 * x)))
     fused = cg.fuse(g)
     assert [op.kind.name for op in fused.ops] == ["pointwise", "pointwise", "kernel"]
-    # relu and tanh read and write A*B each, the kernel once
+    # relu and tanh read and write A*B each, the kernel does so once
     assert cg.bytes_moved(fused, A=3, B=5) == 4 * (4 + 2) * 3 * 5
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_a_stack_holds_what_each_iteration_made_for_it(count):
+def test_unrolled_stack_holds_each_iteration_slice(count):
     with cg.Graph("rnn") as g:
 
         def step(h, slices):
@@ -128,17 +128,17 @@ def test_a_stack_holds_what_each_iteration_made_for_it(count):
     flat = cg.unroll(g, L=count)
     values = inputs_of(g, {**point, "L": count})
     expected = testing.run(g, values, L=count, **point).outputs
-    found = testing.run(flat, values, **point)
-    assert np.allclose(found.outputs[0], expected[0])
+    result = testing.run(flat, values, **point)
+    assert np.allclose(result.outputs[0], expected[0])
     for stack, whole in zip(flat.outputs[1:], expected[1:], strict=True):
-        parts = [(t, v.array) for t, v in found.values if t.storage is stack.storage and t.ndim < stack.ndim]
+        parts = [(t, v.array) for t, v in result.values if t.storage is stack.storage and t.ndim < stack.ndim]
         assert np.allclose(np.stack([a for _, a in parts]), whole)
-        # slices lie one behind the other: i-th at i * A * D elements
+        # slices are contiguous: slice i starts at i * A * D elements
         assert [t.offset.bind({}).expr for t, _ in parts] == [i * A * D for i in range(count)]
         assert all(t.strides == parts[0][0].strides for t, _ in parts)
 
 
-def test_a_fused_step_of_training_keeps_all_laws():
+def test_fused_training_step_keeps_all_laws():
     with cg.Graph("conv") as g:
         x = g.input("x", (B, 3, 3, 2))
         y = cg.conv(x, "b c h w -> b o h w", window=3, padding=1, o=2)

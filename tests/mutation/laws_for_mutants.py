@@ -1,6 +1,6 @@
-"""The laws on a few drawn graphs: what the runner lets mutants meet instead of the long runs in `tests/laws`.
+"""The laws on a few random graphs: mutants meet these instead of the long runs in `tests/laws`.
 
-The name keeps it out of a plain run of the tests.
+The file name keeps it out of plain pytest runs.
 """
 
 import pytest
@@ -12,12 +12,12 @@ from costgraph.ops.registry import KINDS
 
 FEW = settings(
     max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)  # without phases: those of the runner's profile, which does not shrink
+)  # no `phases`: the runner's profile, which does not shrink, sets them
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_an_op_kind_keeps_the_laws(kind):
-    testing.hold(kind, 20)
+    testing.check_op(kind, 20)
 
 
 @pytest.mark.parametrize("law", testing.LAWS)

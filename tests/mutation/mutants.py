@@ -1,7 +1,7 @@
-"""Small wrong changes of a module's source: what a test suite should notice.
+"""Mutation operators: small wrong changes of a module's source that a test suite should detect.
 
-A mutant is a place in the syntax tree and what stands there instead. Annotations, docstrings, decorators, imports,
-assertions, the arguments of exceptions, formatted strings and the functions in `TEXTS` are left as they are.
+A mutant is a node of the syntax tree and its replacement. Annotations, docstrings, decorators, imports, assertions,
+arguments of exceptions, formatted strings and the functions in `TEXTS` are not mutated.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-Step = tuple[str, int | None]  # a field of a node, and the place in it where that is a list
+Step = tuple[str, int | None]  # a field of a node, and the index if the field is a list
 
 TEXTS = {"__repr__", "__str__", "brief"}
-NAMING = ("need_", "positive")  # functions that take a text which their errors quote
+NAMING = ("need_", "positive")  # functions with a text argument that their errors quote
 _COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -52,7 +52,7 @@ _SKIPPED = ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of a module."""
+    """A single change to a module."""
 
     path: tuple[Step, ...]
     new: ast.AST
@@ -66,7 +66,7 @@ class Mutant:
 
 
 def mutated(source: str, mutant: Mutant) -> ast.Module:
-    """Return the syntax tree of a module with one change in it."""
+    """Return the syntax tree of a module with one change."""
     tree = ast.parse(source)
     node: ast.AST = tree
     for field, i in mutant.path[:-1]:
@@ -83,13 +83,13 @@ def mutated(source: str, mutant: Mutant) -> ast.Module:
 
 
 def mutants(source: str) -> list[Mutant]:
-    """Return every mutant of a module, in the order of its lines."""
+    """Return every mutant of a module, in line order."""
     return list(_Finder(source).below(ast.parse(source), ()))
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a node stands: what its changes depend on besides itself."""
+    """Context of a node: the surroundings that determine its changes."""
 
     function: ast.FunctionDef | None = None
     name: str = ""
@@ -107,7 +107,7 @@ class _Finder:
     def below(
         self, node: ast.AST, path: tuple[Step, ...], place: _Place = _NOWHERE, owner: str = ""
     ) -> Iterator[Mutant]:
-        """Yield the mutants of everything inside a node."""
+        """Yield the mutants below a node."""
         for field, value in ast.iter_fields(node):
             if field in _SKIPPED_FIELDS.get(type(node), ()):
                 continue
@@ -146,7 +146,7 @@ def _is_left_out(node: ast.AST, parent: ast.AST, field: str, i: int | None) -> b
     if isinstance(node, ast.Call) and _text(node.func).endswith("Error"):
         return True
     called = _text(parent.func) if isinstance(parent, ast.Call) else ""
-    if called == "zip" and isinstance(node, ast.keyword):  # strict=True: lengths that are equal anyway
+    if called == "zip" and isinstance(node, ast.keyword):  # strict=True: the lengths are equal anyway
         return True
     if called.startswith(NAMING):
         return isinstance(node, ast.Constant) and isinstance(node.value, str)
@@ -154,7 +154,7 @@ def _is_left_out(node: ast.AST, parent: ast.AST, field: str, i: int | None) -> b
 
 
 def _after(statement: ast.AST, place: _Place) -> _Place:
-    """Add the names that a statement gives values to those that the next one can do without."""
+    """Add the names bound by a statement to those that may stay unbound in the next one."""
     if place.function is None or not isinstance(statement, ast.Assign | ast.AnnAssign):
         return place
     names = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
@@ -166,16 +166,16 @@ def _text(node: ast.AST) -> str:
 
 
 def _change(old: ast.AST, new: ast.AST, around: ast.AST) -> str:
-    """Describe a change; a constant alone would not say which of several it is."""
+    """Describe a change; a constant is ambiguous without its context."""
     where = f"{_text(around)}: " if isinstance(old, ast.Constant) and isinstance(around, ast.expr) else ""
     return f"{where}{_text(old)} -> {_text(new)}"
 
 
 def _instead(node: ast.AST, around: ast.AST, field: str, place: _Place) -> Iterator[ast.AST]:
-    """Yield what can stand in the place of a node."""
+    """Yield a node's replacements."""
     if field in {"test", "ifs"} and not isinstance(node, ast.Constant):
         yield ast.Constant(False)
-        if not isinstance(around, ast.While):  # without an end
+        if not isinstance(around, ast.While):  # would never terminate
             yield ast.Constant(True)
     if isinstance(node, ast.stmt):
         yield from _statement(node, place)
@@ -223,7 +223,7 @@ def _statement(node: ast.stmt, place: _Place) -> Iterator[ast.AST]:
 
 
 def _can_be_dropped(node: ast.stmt, place: _Place) -> bool:
-    """Whether a function still runs without a statement: a name without a value would be noticed by any test."""
+    """Whether a function still runs without a statement: any test would detect an unbound name."""
     if place.function is None:
         return False
     if isinstance(node, ast.Assign):

@@ -1,4 +1,4 @@
-"""Which tests reach which lines, how long each takes, and the child processes in which tests run."""
+"""Line coverage and duration per test, and the child processes that run tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = [
     *(f"tests/laws/test_law_{n}.py" for n in ("faults", "graphs", "layout", "ops", "order", "patterns", "transforms")),
 ]  # fmt: skip
 TESTS = ["tests", FEW_LAWS, *(f"--ignore={path}" for path in LONG)]
-# tests that a module's own name does not lead to
+# tests for modules without a same-named test file
 HOMES = {
     "ops/rules": ["einsum", "conv", "attention", "index", "reduce", "stated"],
     "ir/graph": ["attention"],
@@ -48,7 +48,7 @@ HOMES = {
 
 
 def in_child(work: Callable[[], int], seconds: float = 0) -> tuple[int, str]:
-    """Run a function in a fork; return its exit status, negative for a signal, and what it wrote to descriptor 3."""
+    """Run a function in a fork; return its exit status, negative for a signal, and its output on descriptor 3."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -64,25 +64,25 @@ def in_child(work: Callable[[], int], seconds: float = 0) -> tuple[int, str]:
             os._exit(status)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        said = pipe.read()
+        output = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return status, said
+    return status, output
 
 
 def say(text: str) -> None:
-    """Tell the parent something."""
+    """Send a message to the parent."""
     os.write(3, text.encode())
 
 
 def quiet() -> None:
-    """Send what tests print nowhere."""
+    """Discard test output."""
     null = os.open(os.environ.get("MUTLOG", os.devnull), os.O_RDWR | os.O_CREAT, 0o644)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
 
 
 def prepare() -> None:
-    """Import what is heavy, and let hypothesis find the same examples each time."""
+    """Import heavy dependencies, and make hypothesis draw the same examples each time."""
     import einops  # noqa: F401
     import hypothesis
     import matplotlib.figure  # noqa: F401
@@ -108,11 +108,11 @@ def prepare() -> None:
     os.chdir(ROOT)
 
 
-# -- which test reaches which line -------------------------------------------------------------------------------
+# -- coverage by test --------------------------------------------------------------------------------------------------
 
 
 class Reached:
-    """A pytest plugin that notes which lines each test runs, and how long it takes."""
+    """A pytest plugin that records the lines that each test runs, and its duration."""
 
     def __init__(self, out: Path) -> None:
         import coverage
@@ -121,7 +121,7 @@ class Reached:
         self.cover = coverage.Coverage(data_file=None, source=[str(ROOT / "costgraph")])
         self.seconds: dict[str, float] = {}
         self.failed: list[str] = []
-        self.elsewhere: set[str] = set()  # tests that start another process: no change would reach it
+        self.elsewhere: set[str] = set()  # tests that start another process, which a mutant would not reach
         start = subprocess.Popen.__init__
 
         def noted(*args: Any, **options: Any) -> None:
@@ -149,20 +149,20 @@ class Reached:
         data = self.cover.get_data()
         usable = {t: s for t, s in self.seconds.items() if t not in self.elsewhere and t not in self.failed}
         lines = {
-            str(Path(file).relative_to(ROOT)): {n: [t for t in ts if t in usable] for n, ts in found.items()}
+            str(Path(file).relative_to(ROOT)): {n: [t for t in ts if t in usable] for n, ts in report.items()}
             for file in data.measured_files()
-            if (found := data.contexts_by_lineno(file))
+            if (report := data.contexts_by_lineno(file))
         }
         imports = {
             str(Path(file).relative_to(ROOT)): [n for n, ts in data.contexts_by_lineno(file).items() if "" in ts]
             for file in data.measured_files()
         }
-        found = {"tests": usable, "failed": self.failed, "lines": lines, "imports": imports}
-        self.out.write_text(json.dumps(found))
+        report = {"tests": usable, "failed": self.failed, "lines": lines, "imports": imports}
+        self.out.write_text(json.dumps(report))
 
 
 def reached(out: Path, chosen: list[str]) -> dict[str, Any]:
-    """Run the tests once without a change: all of them, or, where no code has changed since, the new ones."""
+    """Run the tests once without a mutant: all of them, or only the new ones if no code has changed."""
     code, tests = ((ROOT / part).rglob("*.py") for part in ("costgraph", "tests"))
     known: dict[str, Any] = {"tests": {}, "failed": [], "lines": {}, "imports": {}}
     todo = chosen
@@ -188,7 +188,7 @@ def reached(out: Path, chosen: list[str]) -> dict[str, Any]:
 
 
 def _joined(old: dict[str, Any], new: dict[str, Any], files: list[str]) -> dict[str, Any]:
-    """Put measurements together; of the files that were measured again the old ones are dropped."""
+    """Merge measurements; re-measured files replace their old entries."""
 
     def stays(test: str) -> bool:
         return test.split("::")[0] not in files
@@ -207,7 +207,7 @@ def _joined(old: dict[str, Any], new: dict[str, Any], files: list[str]) -> dict[
 
 
 class Choice:
-    """Which tests a mutant meets, and in which order."""
+    """Select and order the tests for a mutant."""
 
     def __init__(self, module: str, found: dict[str, Any]) -> None:
         self.seconds: dict[str, float] = found["tests"]
@@ -218,15 +218,15 @@ class Choice:
         self.kills: dict[str, Counter[str]] = defaultdict(Counter)
 
     def at_import(self, mutant: Mutant) -> bool:
-        """Whether a mutant is in what runs at import alone, such as a function that fills a table."""
+        """Whether a mutant is in code that runs only at import, such as a function that fills a table."""
         reached = any(self.lines.get(n) for n in mutant.lines)
         return not mutant.function or (not reached and self.imports.issuperset(mutant.lines))
 
     def of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that run one of its lines: those that noticed its neighbours first, then the quick ones."""
+        """Return the tests that run a mutated line: first the killers of neighbouring mutants, then the fast ones."""
         where = self.lines if self.at_import(mutant) else mutant.lines
         tests = {t for n in where for t in self.lines.get(n, ())}
-        if self.at_import(mutant):  # a test that looks at a table runs no line of its module
+        if self.at_import(mutant):  # a test that reads a table runs no line of its module
             tests |= {t for t in self.seconds if t.startswith(self.homes[0])}
         kills = self.kills[mutant.function]
 

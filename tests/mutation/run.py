@@ -1,14 +1,14 @@
-"""Mutation testing: which small wrong changes of the library do its tests notice?
+"""Mutation testing: which small wrong changes of the library do its tests detect?
 
     python tests/mutation/run.py rules domain analysis/costs
     python tests/mutation/run.py --worth --tests tests/test_dominance.py tests/test_conditions.py -- algebra/dominance
 
-Nothing on disk changes. The parent imports what is heavy and collects the tests once; each mutant is a fork of it, in
-which the code of one function is exchanged. What runs at import (tables, defaults) is changed by an import in a fork
-of a parent that has not imported the library. A mutant meets the tests that reach its line, those of its own module
-first, until one fails or the time for it (--limit) is spent. With --worth it meets all of them: each record has the set
-of tests that fail, and a table says how many mutants die by each test, and by it alone. Results go to --out as json,
-one file for each module.
+Nothing on disk changes. The parent imports heavy dependencies and collects the tests once; each mutant runs in a fork
+in which the code of one function is replaced. For code that runs at import (tables, defaults), the fork imports the
+mutated module in a parent that has not imported the library. A mutant meets the tests that reach its line, those of its
+own module first, until one fails or its time limit (--limit) is spent. With --worth it meets all of them: each record
+has the set of failing tests, and a table shows how many mutants each test kills, and how many it alone kills. Results
+go to --out as JSON, one file per module.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ import pytest
 from mutants import Mutant, mutants, mutated
 from reached import ARGUMENTS, ROOT, TESTS, Choice, in_child, prepare, quiet, reached, say
 
-MOST = 1000  # tests for a change of what runs at import
+MOST = 1000  # tests for a mutant in code that runs at import
 SURVIVORS = Path(__file__).with_name("survivors.toml")
 
 
-# -- a mutant in a function: its code is exchanged ---------------------------------------------------------------
+# -- mutants in functions: replace the code object ---------------------------------------------------------------------
 
 
 def codes(code: CodeType) -> dict[tuple[str, int], CodeType]:
-    """Return the code of everything in a module by name and line."""
+    """Return the code objects of a module by name and line."""
     inner = [c for c in code.co_consts if isinstance(c, CodeType)]
     return {(code.co_qualname, code.co_firstlineno): code} | {k: v for c in inner for k, v in codes(c).items()}
 
 
 class Exchange:
-    """The functions of a module as they are in memory, wrapped ones too."""
+    """The functions of a module that exist in memory, including wrapped ones."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        gc.unfreeze()  # the conftest sets aside what lives, and that is not listed
-        things = gc.get_objects()  # isinstance would ask some of them for their class
+        gc.unfreeze()  # conftest freezes live objects, which gc would not list
+        things = gc.get_objects()  # isinstance would access some objects' `__class__`
         self.functions = [f for f in things if type(f) is FunctionType and f.__code__.co_filename == str(path)]
         self.caches = [f for f in things if type(f) is _lru_cache_wrapper and f.__module__.startswith("costgraph")]
 
     def __call__(self, mutant: Mutant) -> bool:
-        """Give every function that is called as the mutant's its new code, and forget cached answers."""
+        """Give every function named in the mutant its new code, and clear caches."""
         new = codes(compile(mutated(self.path.read_text(), mutant), str(self.path), "exec", dont_inherit=True))
         for cache in self.caches:
             cache.cache_clear()
-        found = [f for f in self.functions if f.__code__.co_qualname == mutant.function]
-        for f in found:
+        matching = [f for f in self.functions if f.__code__.co_qualname == mutant.function]
+        for f in matching:
             f.__code__ = new[mutant.function, f.__code__.co_firstlineno]
-        return bool(found)
+        return bool(matching)
 
 
 class Exchanging:
@@ -89,7 +89,7 @@ class Exchanging:
         items = {item.nodeid: item for item in session.items}
         self.exchange = Exchange(self.path)
         gc.collect()
-        gc.freeze()  # so that a fork does not copy what it does not change
+        gc.freeze()  # so that a fork does not copy unchanged pages
         for mutant in self.todo:
             chosen = [items[t] for t in self.choice.of(mutant) if t in items]
             status, by = in_child(lambda m=mutant, c=chosen: self.meet(m, c), self.limit)
@@ -99,7 +99,7 @@ class Exchanging:
         return True
 
     def meet(self, mutant: Mutant, items: list[pytest.Item]) -> int:
-        """Run the tests that a mutant meets."""
+        """Run a mutant's tests."""
         if not self.exchange(mutant):
             return 4
         until = time.perf_counter() + self.limit
@@ -113,11 +113,11 @@ class Exchanging:
         return int(self.failed)
 
 
-# -- a mutant of what runs at import: the library is imported with it --------------------------------------------
+# -- mutants at import: the fork imports the library with the mutant ---------------------------------------------------
 
 
 class Only:
-    """A pytest plugin that keeps some tests, in an order of their own."""
+    """A pytest plugin that selects tests and orders them."""
 
     def __init__(self, wanted: list[str]) -> None:
         self.wanted = {t: i for i, t in enumerate(wanted)}
@@ -132,7 +132,7 @@ class Only:
 
 
 def imported(path: Path, mutant: Mutant, tests: list[str]) -> int:
-    """Import the library with a change in one of its modules, and run tests."""
+    """Import the library with one changed module, and run tests."""
     quiet()
     loader = importlib.machinery.SourceFileLoader
     plain = loader.get_code
@@ -147,12 +147,12 @@ def imported(path: Path, mutant: Mutant, tests: list[str]) -> int:
     return int(pytest.main([*ARGUMENTS, "-x", *files], plugins=[Only(tests)]))
 
 
-# -- a run -------------------------------------------------------------------------------------------------------
+# -- runs --------------------------------------------------------------------------------------------------------------
 
 
 def outcome(status: int) -> str:
-    """Name what became of a mutant."""
-    if status in (0, 5):  # 5: nothing was noticed in the time that it was given
+    """Name a mutant's outcome."""
+    if status in (0, 5):  # 5: no test failed within the time limit
         return "survived" if status == 0 else "survived the limit"
     return "timeout" if status == -signal.SIGALRM else "not run" if status == 4 else "killed"
 
@@ -160,7 +160,7 @@ def outcome(status: int) -> str:
 def run(
     module: str, todo: list[Mutant], found: dict[str, Any], limit: float, tests: list[str], *, worth: bool
 ) -> list[dict[str, Any]]:
-    """Let the tests meet mutants; return a record for each."""
+    """Run the tests on mutants; return a record for each."""
     choice = Choice(module, found)
     path = ROOT / "costgraph" / f"{module}.py"
     records: list[dict[str, Any]] = []
@@ -190,18 +190,18 @@ def run(
 
 
 def key_of(record: Any) -> tuple[str, str]:
-    """What names a mutant, whatever its line number."""
+    """Return a mutant's key, independent of its line number."""
     return (record.code, record.change) if isinstance(record, Mutant) else (record["code"], record["change"])
 
 
 def accepted(module: str) -> set[tuple[str, str]]:
-    """Return the mutants of a module that survive for a reason."""
+    """Return the surviving mutants of a module with a documented reason."""
     reasons = tomllib.loads(SURVIVORS.read_text()) if SURVIVORS.exists() else {}
     return {(s["code"], s["change"]) for s in reasons.get(module, ())}
 
 
 def summary(module: str, records: list[dict[str, Any]], every: int) -> str:
-    """Return a row of the table of scores: mutants, killed, survived for a reason, survived without, sampled."""
+    """Return a row of the score table: mutants, killed, survived with a reason, survived without, sampled."""
     left = [r for r in records if r["outcome"].startswith(("survived", "not run"))]
     known = sum(key_of(r) in accepted(module) for r in left)
     killed = len(records) - len(left)
@@ -210,7 +210,7 @@ def summary(module: str, records: list[dict[str, Any]], every: int) -> str:
 
 
 def worth_of(records: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each test that fails by a mutant: how many die by it, and how many by it alone."""
+    """Yield a line per killing test: the mutants that it kills, and those that it alone kills."""
     kills, alone = Counter[str](), Counter[str]()
     for record in records:
         kills.update(record["by"])
@@ -220,7 +220,7 @@ def worth_of(records: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run mutants of the modules that are named."""
+    """Run the given modules' mutants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="+", help="as in `rules` or `analysis/costs`")
     parser.add_argument("--every", type=int, default=1, help="each n-th mutant alone")
@@ -233,18 +233,18 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     prepare()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    found = reached(options.out / "reached.json", options.tests)
+    coverage = reached(options.out / "reached.json", options.tests)
     for module in options.modules:
         file = options.out / f"{module.replace('/', '.')}.json"
         all_of_it = mutants((ROOT / "costgraph" / f"{module}.py").read_text())
         todo = all_of_it[:: options.every]
-        kept: list[dict[str, Any]] = []
+        unchanged: list[dict[str, Any]] = []
         if options.again:
             before, there = json.loads(file.read_text()), {key_of(m) for m in all_of_it}
             again = {key_of(r) for r in before if r["outcome"].startswith("survived")} - accepted(module)
-            kept = [r for r in before if key_of(r) not in again and key_of(r) in there]
+            unchanged = [r for r in before if key_of(r) not in again and key_of(r) in there]
             todo = [m for m in all_of_it if key_of(m) in again]
-        records = kept + run(module, todo, found, options.limit, options.tests, worth=options.worth)
+        records = unchanged + run(module, todo, coverage, options.limit, options.tests, worth=options.worth)
         file.write_text(json.dumps(records, indent=1))
         print(summary(module, records, options.every), flush=True)
         for line in worth_of(records) if options.worth else ():

@@ -1,4 +1,4 @@
-"""The runner itself, on a module of a few lines whose mutants can be listed by hand."""
+"""The runner itself, on a toy module whose mutants are listed by hand."""
 
 import ast
 import gc
@@ -57,8 +57,8 @@ EXPECTED = [
 
 
 def mutant(change):
-    (found,) = (m for m in mutants(TOY) if m.change == change)
-    return found
+    (match,) = (m for m in mutants(TOY) if m.change == change)
+    return match
 
 
 @pytest.fixture
@@ -68,16 +68,16 @@ def toy(tmp_path):
     spec = importlib.util.spec_from_file_location("costgraph_toy", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    gc.freeze()  # as the conftest does before any mutant is met
+    gc.freeze()  # conftest freezes as well, before any mutant runs
     yield module, Exchange(path)
     gc.unfreeze()
 
 
-def test_mutants_of_a_toy_are_those_listed_by_hand():
+def test_toy_mutants_equal_the_list():
     assert [(m.function, m.change) for m in mutants(TOY)] == EXPECTED
 
 
-def test_a_mutant_is_one_change_and_names_the_text_of_its_line():
+def test_mutants_are_single_changes_with_their_line():
     plain = ast.dump(ast.parse(TOY))
     rows = [row.strip() for row in TOY.splitlines()]
     seen = {ast.dump(mutated(TOY, m)) for m in mutants(TOY)}
@@ -87,13 +87,13 @@ def test_a_mutant_is_one_change_and_names_the_text_of_its_line():
         assert m.code == rows[m.lines[1] - 1]
 
 
-def test_functions_in_memory_change_and_cached_answers_are_forgotten(toy):
+def test_exchange_replaces_functions_and_clears_caches(toy):
     module, exchange = toy
     assert (module.clamp(5), module.double(3)) == (4, 6)
-    kept = module.double
+    double = module.double
     assert exchange(mutant("x - 1 -> x + 1"))
     assert exchange(mutant("x * 2: 2 -> 3"))
-    assert (module.clamp(5), kept(3)) == (6, 9)
+    assert (module.clamp(5), double(3)) == (6, 9)
     box = module.Box()
     box.items = [1]
     assert not box.full
@@ -101,14 +101,14 @@ def test_functions_in_memory_change_and_cached_answers_are_forgotten(toy):
     assert box.full
 
 
-def test_what_is_not_there_is_said_to_be_not_there(toy):
+def test_missing_functions_are_reported(toy):
     module, exchange = toy
     del module.clamp
     exchange.functions = [f for f in exchange.functions if f.__name__ != "clamp"]
     assert not exchange(mutant("x - 1 -> x + 1"))
 
 
-def test_a_child_tells_how_it_ended_and_what_it_found():
+def test_child_returns_status_and_output():
     def speaks():
         say("found")
         return 3

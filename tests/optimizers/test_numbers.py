@@ -1,4 +1,4 @@
-"""Updates against torch's own numbers, step after step, in fp64."""
+"""Updates against torch's values, step by step, in fp64."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ CASES = [
     (Adafactor, torch.optim.Adafactor, {"eps": (1e-7, 1e-3)}),
     (Adafactor, torch.optim.Adafactor, {"eps": (0.3, 1e-3), "weight_decay": 0.1, "maximize": True, "lr": 0.9}),
 ]
-#: torch's names of state that is no tensor of a parameter's size.
+#: torch's names for states that are not per-element tensors.
 SCALARS = {"step"}
 
 
@@ -43,7 +43,7 @@ def name_of(case):
 
 
 def torch_steps(theirs, options, implementation, shapes, numbers):
-    """Yield the parameters, gradients and states after each step of torch's."""
+    """Yield the parameters, gradients and states after each torch step."""
     params = [torch.nn.Parameter(torch.tensor(numbers[f"w{i}"])) for i in range(len(shapes))]
     flags = {"foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}[implementation]
     optimizer = theirs(params, **options, **({} if theirs is torch.optim.Muon else flags))
@@ -61,7 +61,7 @@ def torch_steps(theirs, options, implementation, shapes, numbers):
 
 
 def compare(ours, options, implementation, numbers, wanted, shapes=SHAPES):
-    """Hold steps after the first, whose states torch starts with, to torch's."""
+    """Compare steps after the first one, which initializes torch's states."""
     for k in range(1, len(wanted)):
         graph = updated(ours(**options, implementation=implementation, step=k + 1), shapes, "fp64")
         names = {t.name for t in graph.tensors if t.producer is None}
@@ -81,7 +81,7 @@ def compare(ours, options, implementation, numbers, wanted, shapes=SHAPES):
     ("case", "implementation"),
     [pytest.param(c, i, id=f"{name_of(c)}-{i}") for c in CASES for i in c[0].available],
 )
-def test_as_torch(case, implementation):
+def test_updates_match_torch(case, implementation):
     ours, theirs, options = case
     options = {"lr": 0.03, **options}
     numbers = draw()
@@ -89,8 +89,8 @@ def test_as_torch(case, implementation):
     compare(ours, options, implementation, numbers, wanted)
 
 
-def test_adafactor_of_three_axes_and_of_the_format_s_own_epsilon():
-    # torch: float64's epsilon where none is given; rows and columns are the last two axes
+def test_adafactor_with_three_axes_and_default_epsilon():
+    # without an explicit epsilon torch uses float64's; rows and columns are the last two axes
     shapes, numbers = ((2, 3, 5), (7,)), draw(((2, 3, 5), (7,)))
     numbers["g0"][:] *= 1e-9  # so small that the epsilon matters
     wanted = list(torch_steps(torch.optim.Adafactor, {"lr": 0.03}, "for-loop", shapes, numbers))
@@ -106,8 +106,8 @@ MUON = [
 
 
 @pytest.mark.parametrize("options", MUON, ids=lambda o: "-".join(o) or "plain")
-def test_muon_as_torch(options, monkeypatch):
-    # torch iterates in bf16, the interpreter in fp64: the conversion is a copy for both here
+def test_muon_matches_torch(options, monkeypatch):
+    # torch iterates in bf16, the interpreter in fp64: here the conversion is a copy in both
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda t: t.clone())
     shapes = ((3, 5), (11, 2), (3, 3))
     numbers = draw(shapes)
@@ -116,7 +116,7 @@ def test_muon_as_torch(options, monkeypatch):
     compare(Muon, options, "for-loop", numbers, wanted, shapes)
 
 
-def test_muon_takes_more_axes_as_a_matrix(monkeypatch):
+def test_muon_flattens_trailing_axes(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda t: t.clone())
     shape, matrix = (3, 2, 5), (3, 10)
     numbers = draw((shape,))
@@ -128,9 +128,9 @@ def test_muon_takes_more_axes_as_a_matrix(monkeypatch):
     compare(Muon, {}, "for-loop", numbers, wanted, (shape,))
 
 
-def test_muon_leaves_the_others_to_adamw(monkeypatch):
+def test_muon_leaves_other_parameters_to_adamw(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda t: t.clone())
-    # w0 is a vector, w1 a matrix that is left out, w2 is Muon's
+    # w0 is a vector, w1 an excluded matrix, w2 belongs to Muon
     numbers = draw()
     left = {name: a for name, a in numbers.items() if name[1] != "2"}
     by_adam = list(torch_steps(torch.optim.AdamW, {}, "for-loop", SHAPES[:2], left))
@@ -145,7 +145,7 @@ def test_muon_leaves_the_others_to_adamw(monkeypatch):
 
 
 def lion(numbers, before, lr, betas, decay):
-    """Algorithm 2 of Chen et al. 2023, as it stands there."""
+    """Algorithm 2 of Chen et al. 2023, verbatim."""
     out = {}
     for i in range(len(SHAPES)):
         theta, g, m = before[f"w{i}"], numbers[f"g{i}"], before[f"w{i}.exp_avg"]
@@ -156,7 +156,7 @@ def lion(numbers, before, lr, betas, decay):
 
 
 @each("decay", [0, 0.1])
-def test_lion_as_in_its_paper(decay):
+def test_lion_matches_paper(decay):
     numbers = draw()
     rng = np.random.default_rng(1)
     first = {f"w{i}": numbers[f"w{i}"] for i in range(3)}
@@ -167,8 +167,8 @@ def test_lion_as_in_its_paper(decay):
 
 
 @each("implementation", ["foreach", "for-loop", "fused"])
-def test_master_copies(implementation):
-    # the parameter is assigned the copy, whatever it was before; the gradient stays
+def test_master_copies_overwrite_parameters(implementation):
+    # the parameter is overwritten by the master copy; the gradient is unchanged
     numbers = draw()
     graph = updated(Adam(implementation=implementation), dtype="bf16", masters="fp32")
     given = {f"{'m' if n[0] == 'w' else 'g'}{n[1]}": a for n, a in numbers.items()}

@@ -1,4 +1,4 @@
-"""FLOPs, bytes and state of updates, counted by hand from the formulas of the papers and from torch's kernels."""
+"""FLOPs, bytes and state of updates, from the formulas in papers and from torch's kernels."""
 
 import pytest
 import sympy
@@ -52,33 +52,33 @@ def update_of(optimizer, *sizes, dtype="fp32", grad=None):
     ],
     ids=lambda x: type(x).__name__ if not isinstance(x, int) else str(x),
 )
-def test_state_of_each_element(optimizer, bytes_per_element):
+def test_state_bytes_per_element(optimizer, bytes_per_element):
     g = update_of(optimizer, D, F)
     taken = sum((t.storage.bytes.expr for t in states(g)), sympy.Integer(0))
     assert sympy.expand(taken - bytes_per_element * cg.param_count(g)) == 0
 
 
-def test_state_of_adafactor_is_rows_and_columns():
+def test_adafactor_state_is_rows_and_columns():
     taken = sum(t.storage.bytes.expr for t in states(update_of(Adafactor(), D, F)))
     assert taken == 4 * (D + F)
-    # of a batch of L matrices, as torch: a row and a column for each
+    # for a batch of L matrices, as in torch: rows and columns for each
     taken = sum(t.storage.bytes.expr for t in states(update_of(Adafactor(), L, D, F)))
     assert taken == 4 * L * D + 4 * L * F
     assert sum(t.storage.bytes.expr for t in states(update_of(Adafactor(), N))) == 4 * N
 
 
-def test_state_has_the_format_of_what_is_updated():
+def test_state_has_dtype_of_updated_tensor():
     assert [t.dtype.name for t in states(update_of(Adam(), N, dtype="bf16"))] == ["bf16", "bf16"]
     with_masters = updated(Adam(), dtype="bf16", masters="fp32")
     assert {t.dtype.name for t in states(with_masters)} == {"fp32"}
 
 
 @each("ours", [Adam, AdaGrad])
-def test_a_fused_kernel_s_step_counters_are_on_the_device(ours):
+def test_fused_kernels_keep_step_counters_on_device(ours):
     names = [(t.name, t.shape, t.dtype.name) for t in states(update_of(ours(implementation="fused"), N))]
     assert names[-1] == ("w.step", (), "fp32")
     assert [n for n, _, _ in names[:-1]] == [t.name for t in states(update_of(ours(), N))]
-    # it is incremented by an op of its own, then read by the kernel
+    # a separate op increments it, and then the kernel reads it
     g, host = (update_of(ours(implementation="fused", counters=c), N) for c in (None, "host"))
     assert cg.flops(g) - cg.flops(host) == 1
     assert cg.bytes_moved(g) - cg.bytes_moved(host) == 4 + 4 + 4
@@ -106,7 +106,7 @@ def test_a_fused_kernel_s_step_counters_are_on_the_device(ours):
         (AdaGrad(implementation="for-loop"), 2 + 1 + 1 + 3),
         # s *= alpha; s += t * g * g; sqrt; + eps; p += -lr * g / d
         (RMSProp(), 1 + 3 + 1 + 1 + 3),
-        # and b *= mu; b += g / d; p += -lr * b instead of the last
+        # and b *= mu; b += g / d; p += -lr * b instead of the last one
         (RMSProp(momentum=0.9), 1 + 3 + 1 + 1 + 1 + 2 + 2),
         (RMSProp(centered=True), 9 + 3 + 3),
         # sign of m + t * (g - m); p += -lr * sign; m += t * (g - m)
@@ -115,13 +115,13 @@ def test_a_fused_kernel_s_step_counters_are_on_the_device(ours):
     ],
     ids=lambda x: "" if isinstance(x, int) else f"{type(x).__name__}-{x.implementation}",
 )
-def test_flops_of_each_element(optimizer, each):
+def test_update_flops_per_element(optimizer, each):
     assert cg.flops(update_of(optimizer, N)) == each * N
 
 
 @each("ours", [SGD, Adam, AdamW, AdaGrad])
 @each("options", [{}, {"weight_decay": 0.1, "maximize": True}])
-def test_a_fused_kernel_does_what_the_loop_does_and_touches_each_tensor_once(ours, options):
+def test_fused_update_does_same_flops_and_touches_tensors_once(ours, options):
     loop, fused = (update_of(ours(implementation=i, counters="host", **options), N) for i in ("for-loop", "fused"))
     assert cg.flops(fused) == cg.flops(loop)
     of_kind = cg.costs(fused).filter(kind="transcendental").total().flops
@@ -132,13 +132,13 @@ def test_a_fused_kernel_does_what_the_loop_does_and_touches_each_tensor_once(our
     assert cg.peak_memory(fused) == 4 * N * (2 + kept)
 
 
-def test_flops_of_adafactor():
-    # each element: the parameter's norm 2, the gradient's along rows and columns 2 + 2, the product of the two means 2,
-    # / mean, max, rsqrt, * g: 4, the update's norm 2, p += t * u 2
+def test_adafactor_flops():
+    # Per element: the parameter's norm 2, the gradient's along rows and columns 2 + 2, the product of the two means 2,
+    # / mean, max, rsqrt, * g: 4, the update's norm 2, p += t * u 2.
     of_matrix = 2 + 2 + 2 + 2 + 4 + 2 + 2
-    # each row or column: sqrt, square, / size, m += t * (x - m); each row also the mean of rows
+    # per row or column: sqrt, square, / size, m += t * (x - m); per row also the mean of rows
     of_row = 1 + 1 + 1 + 3
-    # both norms' roots; max and * lr, / d, max, /; of the mean of rows: max
+    # both norms' roots; max and * lr, / d, max, /; the row mean: max
     scalars = 2 + 2 + 2 + 1 + 1
     g = update_of(Adafactor(), D, F)
     assert sympy.expand(cg.flops(g) - (of_matrix * D * F + of_row * (D + F) + D + scalars)) == 0
@@ -149,9 +149,9 @@ def test_flops_of_adafactor():
 
 @each("tall", [False, True])
 @each("steps", [0, 1, 5])
-def test_flops_of_muon(steps, tall):
+def test_muon_flops(steps, tall):
     g = update_of(Muon(ns_steps=steps), *((F, D) if tall else (D, F)))
-    # the shorter side D is outside: X X^T, its square, and the product with X
+    # the shorter side D is on the outside: X X^T, its square, and the product with X
     assert cg.matmul_flops(g) == sympy.expand(steps * (2 * D**2 * F + 2 * D**3 + 2 * D**2 * F))
     # b G + c G^2: 3; a X + product: 2. Around it two lerps 3 + 3, norm 2, / 1, decay 1, p += t * x 2; sqrt and max
     around = (3 + 3 + 2 + 1 + 1 + 2) * D * F + 2
@@ -164,7 +164,7 @@ def test_muon_multiplies_in_bf16():
     assert {r.dtype for r in rows} == {"bf16"}
 
 
-def test_a_list_holds_all_temporaries_at_once_and_a_loop_those_of_one():
+def test_foreach_holds_all_temporaries_and_loop_only_one():
     sizes = (7, 11, 13)
 
     def peak(implementation):
@@ -175,8 +175,8 @@ def test_a_list_holds_all_temporaries_at_once_and_a_loop_those_of_one():
     assert peak("for-loop") == 4 * max(sizes)
 
 
-def test_lists_are_of_one_format():
-    # as torch: the temporaries of one format are gone before those of the next
+def test_foreach_groups_by_dtype():
+    # as in torch: temporaries in one dtype are freed before those in the next
     with cg.Graph("g") as g:
         made = [
             (g.param(f"w{i}", (n,), t), g.input(f"g{i}", (n,), t))
@@ -187,19 +187,19 @@ def test_lists_are_of_one_format():
     assert cg.peak_memory(g) - kept == max(4 * (101 + 103), 2 * 211)
 
 
-def test_masters_of_a_list_take_all_gradients_in_their_format_first():
-    # 7 + 15 + 22 elements: gradients in fp32, and SGD makes nothing else
+def test_foreach_masters_cast_all_gradients_first():
+    # 7 + 15 + 22 elements: fp32 gradients, and SGD allocates nothing else
     g = updated(SGD(), dtype="bf16", masters="fp32")
     kept = (2 + 2 + 4) * 44
     assert cg.peak_memory(g) - kept == 4 * 44
-    # each element: gradient 2 -> 4, p 4 and g 4 -> 4, copy 4 -> 2
+    # per element: gradient 2 -> 4, p 4 and g 4 -> 4, copy 4 -> 2
     assert cg.bytes_moved(g) == (2 + 4 + 4 + 4 + 4 + 4 + 2) * 44
     fused = updated(SGD(implementation="fused"), dtype="bf16", masters="fp32")
     assert cg.peak_memory(fused) == kept
     assert cg.bytes_moved(fused) == (4 + 2 + 4 + 4 + 2) * 44
 
 
-def test_ops_are_of_the_optimizer_s_phase_and_scope():
+def test_update_ops_are_in_optimizer_phase_and_scope():
     g = update_of(AdamW(), N)
     assert {op.phase for op in g.walk()} == {"optimizer"}
     assert {op.scope for op in g.walk()} == {"adamw"}
@@ -226,7 +226,7 @@ def whole_step(slots):
 
 
 @pytest.mark.parametrize("optimizer", EVERY, ids=lambda o: f"{type(o).__name__}-{o.implementation}")
-def test_a_stack_of_layers_costs_what_its_layers_cost(optimizer):
+def test_stacked_update_costs_match_separate_layers(optimizer):
     shapes = ((3, 5), (3,), (5, 3))
     g, alone = (stacked(optimizer, n, shapes, whole_step, family) for n, family in ((L, True), (2, False)))
     counted = run(g, L=2)
@@ -237,7 +237,7 @@ def test_a_stack_of_layers_costs_what_its_layers_cost(optimizer):
     assert [(t.name, t.storage.pieces) for t in states(g)][-1][1] == 1
 
 
-def test_stacks_within_stacks():
+def test_nested_stacks():
     with cg.Graph("g") as g:
         p, q = g.param("w", (L, 3, N)), g.input("g", (L, 3, N))
         p.storage.pieces = q.storage.pieces = 2
@@ -252,7 +252,7 @@ def test_stacks_within_stacks():
 # -- op kinds ----------------------------------------------------------------------------------------------------
 
 
-def test_an_update_can_be_saved(tmp_path):
+def test_update_survives_save_and_load(tmp_path):
     with cg.Graph("g") as g:
         slots = [Slot(g.param("w", (D, N)), g.input("g", (D, N)))]
         Adam(implementation="fused", amsgrad=True, maximize=True).update(whole_step(slots))

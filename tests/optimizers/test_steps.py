@@ -28,8 +28,8 @@ def gradients(numbers):
 
 
 @each("foreach", [False, True])
-@each("most", [0.5, 1e3])  # clipped, and left as they are
-def test_clip_as_torch(most, foreach):
+@each("most", [0.5, 1e3])  # clipped and unclipped
+def test_gradient_clipping_matches_torch(most, foreach):
     numbers = draw()
     g = graph_of(lambda slots: clip_grad_norm(slots, most, foreach=foreach))
     counted, found = values(g, numbers)
@@ -40,12 +40,12 @@ def test_clip_as_torch(most, foreach):
         np.testing.assert_allclose(found[f"g{i}"], p.grad.numpy(), rtol=1e-12)
     assert counted.bytes_moved == cg.bytes_moved(g)
     assert counted.peak == cg.peak_memory(g)
-    # 44 elements: square, sum and product; of the 3 norms sqrt, square and sum; sqrt, + eps, 1 / x, * max, min
+    # 44 elements: square, sum and product; for the 3 norms sqrt, square and sum; sqrt, + eps, 1 / x, * max, min
     assert counted.flops == cg.flops(g) == 3 * 44 + 3 * 3 + 5
 
 
 @each("bad", [None, np.inf, np.nan])
-def test_unscale_as_torch(bad):
+def test_unscaling_matches_torch(bad):
     numbers = draw()
     if bad is not None:
         numbers["g1"][2, 3] = bad
@@ -57,20 +57,20 @@ def test_unscale_as_torch(bad):
     assert counted.outputs[0] == flag.item() == (bad is not None)
     for i, p in enumerate(params):
         np.testing.assert_allclose(found[f"g{i}"], p.grad.numpy(), rtol=1e-12)
-    # a check and a product of each of 44, and the reciprocal
+    # a check and a product per element, 44 in all, and the reciprocal
     assert counted.flops == cg.flops(g) == 2 * 44 + 1
-    # gradients in place, the two scalars read by each of 3 kernels; the flag, and the scale 4 -> 8 -> 8 -> 4
+    # gradients in place; each of 3 kernels reads both scalars; the flag, and the scale 4 -> 8 -> 8 -> 4
     assert counted.bytes_moved == cg.bytes_moved(g) == (8 + 8) * 44 + 3 * 8 + 4 + (4 + 8 + 8 + 8 + 8 + 4)
 
 
-def test_unscale_by_a_scale_that_is_there():
+def test_unscale_with_existing_scale():
     with cg.Graph("g") as g:
         scale = g.input("scale", ())
         unscale([Slot(g.param("w", (7,)), g.input("g", (7,)))], scale)
     assert [t.name for t in g.tensors if t.role == "state"] == []
 
 
-def test_zero_grad():
+def test_zero_grad_clears_gradients():
     numbers = draw()
     g = graph_of(lambda slots: zero_grad(slots, set_to_none=False))
     counted, found = values(g, numbers)
@@ -79,7 +79,7 @@ def test_zero_grad():
     assert graph_of(zero_grad).ops == []
 
 
-def test_what_was_overwritten_is_not_read_again():
+def test_reading_overwritten_gradients_is_refused():
     def stale(slots):
         clip_grad_norm(slots, 1.0)
         zero_grad(slots, set_to_none=False)

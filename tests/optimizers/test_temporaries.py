@@ -1,7 +1,7 @@
-"""Memory that an update takes beside parameters, gradients and states, against what torch's allocator was asked for.
+"""Update memory beyond parameters, gradients and states, against torch's allocator.
 
-The sums are of the profiler's [memory] events in the order of their times, during a step after the first, which makes
-the states.
+Sums the profiler's [memory] events in time order. The measured step comes after the first one, which creates the
+states.
 """
 
 from itertools import accumulate
@@ -15,9 +15,9 @@ from costgraph.optimizers import SGD, Adafactor, AdaGrad, Adam, AdamW, Muon, RMS
 
 torch = pytest.importorskip("torch")
 
-# About 10**6 elements in all, so that scalars do not show.
+# About 10**6 elements in all, so that scalars are negligible.
 SHAPES = ((701, 1009), (307, 501), (10007,))
-SCALARS = 2000  # bytes: step counters, norms and what they are multiplied by
+SCALARS = 2000  # bytes: step counters, norms, and scalar factors
 
 CASES = [
     (SGD, torch.optim.SGD, {"momentum": 0.9}),
@@ -38,12 +38,12 @@ CASES = [
 
 
 def taken(step):
-    """Most bytes that a call holds beyond what there was before it."""
+    """Return the peak bytes that a call allocates."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     events = profiler.profiler.kineto_results.events()
     memory = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=itemgetter(0))
-    # what a product takes and gives back itself is the workspace of a CPU's library
+    # memory that a matmul allocates and frees is library workspace on a CPU
     products = [(e.start_ns(), e.end_ns()) for e in events if e.name() in ("aten::mm", "aten::addmm")]
     inside = [{n for at, n in memory if start <= at <= end} for start, end in products]
     amounts = [
@@ -76,20 +76,20 @@ def we_take(graph):
 )
 def test_peak(case, implementation):
     ours, theirs, options = case
-    # in a loop, Python's variables keep the last parameter's temporaries until they name others: so one parameter.
-    # Adafactor's lists of matrices and of vectors follow each other in the same way
+    # In a loop, Python variables keep the last parameter's temporaries until they are rebound, so use one parameter.
+    # Adafactor's lists of matrices and vectors follow each other in the same way.
     shapes = SHAPES[:1] if implementation == "for-loop" else SHAPES[:2] if ours is Adafactor else SHAPES
-    shapes = SHAPES[1:2] if ours is Muon else shapes  # whose fifteen products torch computes
+    shapes = SHAPES[1:2] if ours is Muon else shapes  # torch computes Muon's fifteen matmuls
     wanted = torch_takes(theirs, options, implementation, shapes)
     found = we_take(updated(ours(**options, implementation=implementation), shapes))
     assert abs(found - wanted) <= SCALARS
-    # a fused kernel, and SGD without momentum, make nothing; the others do, by far more than is left open
+    # fused kernels and plain SGD allocate nothing; the others allocate far more than the tolerance
     assert found > 100 * SCALARS or implementation == "fused" or (ours is SGD and not options.get("weight_decay"))
 
 
-def test_a_loop_of_torch_s_keeps_one_temporary_of_the_parameter_before():
-    # two equal parameters of n elements: ours takes sqrt for each, torch also holds the first one's while it makes
-    # the second one's: the variable `avg`
+def test_torch_loop_keeps_one_temporary_of_previous_parameter():
+    # Two equal parameters with n elements: we hold sqrt for each; torch also holds the first one's, in the variable
+    # `avg`, while it computes the second one's.
     n = 701 * 1009
     shapes = ((701, 1009),) * 2
     found = we_take(updated(RMSProp(implementation="for-loop"), shapes))

@@ -1,4 +1,4 @@
-"""Update graphs with numbers, and torch's optimizers on the same."""
+"""Update graphs with values, and torch optimizers on the same values."""
 
 import numpy as np
 
@@ -6,18 +6,18 @@ import costgraph as cg
 from costgraph.optimizers import Slot
 from costgraph.testing import run
 
-# primes, no two alike: a vector, a wide and a tall matrix
+# distinct primes: a vector, a wide and a tall matrix
 SHAPES = ((7,), (3, 5), (11, 2))
 
 
 def draw(shapes=SHAPES, seed=0):
-    """Parameters and gradients of both signs."""
+    """Draw parameters and gradients of both signs."""
     random = np.random.default_rng(seed)
     return {f"{kind}{i}": random.normal(size=shape) for i, shape in enumerate(shapes) for kind in ("w", "g")}
 
 
 def updated(optimizer, shapes=SHAPES, dtype="fp32", grads=None, masters=None):
-    """The graph of one update."""
+    """Return the graph of one update."""
     with cg.Graph("update", dtype) as g:
         slots = [Slot(g.param(f"w{i}", s), g.input(f"g{i}", s, grads)) for i, s in enumerate(shapes)]
         if masters is not None:
@@ -30,7 +30,7 @@ def updated(optimizer, shapes=SHAPES, dtype="fp32", grads=None, masters=None):
 
 
 def values(graph, inputs, **dims):
-    """What parameters, gradients and states are after a run: ops in place write into them."""
+    """Return parameters, gradients and states after a run, which in-place ops update."""
     counted = run(graph, inputs, **dims)
     return counted, {b.name: b.array for b in counted.buffers}
 
@@ -40,7 +40,7 @@ def states(graph):
 
 
 def stacked(optimizer, layers, shapes, before=lambda slots: slots, family=True):
-    """The update of a stack of layers: one storage a layer, or each layer's parameters declared on their own."""
+    """Return the update of a stack of layers, with one storage per layer or with separately declared parameters."""
     with cg.Graph("stack") as g:
         slots = []
         if family:

@@ -99,8 +99,8 @@ def rank(program):
     how = *how, program.get("system", "torch")
     whole = step(program["model"], *how)
     options = (
-        "dp", "cp", "tp", "ep", "zero", "sequence", "context", "pp", "layers", "system", "reduce_each", "placements",
-        "offload",
+        "dp", "cp", "tp", "ep", "zero", "sequence", "context", "pp", "layers", "system", "reduce_every_microbatch",
+        "placements", "offload",
     )  # fmt: skip
     asked = {key: program[key] for key in options if key in program}
     asked |= {"micro_batches": program["accumulate"]} if "pp" in program else {}

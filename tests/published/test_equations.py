@@ -62,7 +62,7 @@ def test_equation_4_splits_all():
 def test_equation_5_is_what_the_first_stage_of_a_pipeline_keeps(ranks):
     """L/p layers for each of the p micro-batches that wait in 1F1B: what L layers keep, whatever p is."""
     step = cg.training_step(gpt(), optimizer=cg.SGD(), accumulate=8)
-    first = cg.parallelize(step, tp=T, pp=ranks, micro_batches=8, sequence=True, hold=False).stages[0]
+    first = cg.parallelize(step, tp=T, pp=ranks, micro_batches=8, sequence=True, keep_gathered=False).stages[0]
     layer = cg.saved_bytes(first)["layers"] - 16 * B * S / T
     same(layer * L / ranks * cg.plan.in_flight("1f1b", ranks, 8, 1, 0), L * LAYER / T)
 

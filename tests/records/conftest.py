@@ -7,5 +7,5 @@ from costgraph.report.records import read_records
 
 @pytest.fixture(scope="session")
 def measured():
-    """All published measurements of the project."""
+    """Return the project's published measurements."""
     return read_records(Path(__file__).parents[1] / "measured" / "published" / "gpus.json")

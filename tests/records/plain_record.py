@@ -1,6 +1,6 @@
-"""The model of a raw record as a plain torch module, and the bytes that are live while a step or a forward pass runs.
+"""A raw record's model as a plain torch module, and its live bytes during a step or a forward pass.
 
-Facts are those of a row: sizes, optimizer, precision, dropout, attention and checkpoint.
+Facts are a row's fields: sizes, optimizer, precision, dropout, attention and checkpoint.
 """
 
 import weakref
@@ -60,7 +60,7 @@ class Model(nn.Module):
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the storages that ops make, from then on until they are given back, in whole blocks."""
+    """Count the live storage bytes of ops in whole allocator blocks."""
 
     def __init__(self, block, *there):
         super().__init__()
@@ -86,13 +86,13 @@ class Live(TorchDispatchMode):
         self.live -= amount
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        self.add(made)
-        return made
+        outputs = func(*args, **(kwargs or {}))
+        self.add(outputs)
+        return outputs
 
     @property
     def above(self):
-        """Most bytes since the start, beside those that were there."""
+        """Peak bytes since the start, above the baseline."""
         return self.peak - self.before
 
 
@@ -127,7 +127,7 @@ class Setting:
 
 
 def tracked_step(facts, block=1):
-    """Bytes at the peak of the second step beside those before it; nothing is computed."""
+    """Return the peak bytes of the second step above the baseline, on fake tensors."""
     with FakeTensorMode():
         setting = Setting(facts)
         setting.step()
@@ -137,7 +137,7 @@ def tracked_step(facts, block=1):
 
 
 def tracked_forward(facts, block=1):
-    """Bytes at the peak of a second forward pass within a region of autocast; nothing is computed."""
+    """Return the peak bytes of a second forward pass in one autocast region, on fake tensors."""
     with FakeTensorMode():
         setting = Setting(facts)
         with torch.no_grad(), setting.autocast(), Live(block, setting.there()) as live:
@@ -148,7 +148,7 @@ def tracked_forward(facts, block=1):
 
 
 def counted_step(facts):
-    """FLOPs of a step as torch counts them, on fake tensors."""
+    """Return torch's FLOP count of a step, on fake tensors."""
     with FakeTensorMode():
         setting = Setting(facts)
         with FlopCounterMode(display=False) as counter:
@@ -163,7 +163,7 @@ def _profiled():
 
 
 def measured_step(facts):
-    """Bytes at the peak that the profiler of the CPU counts in a real step beside those before it."""
+    """Return the peak bytes of a real step above the baseline, from the CPU profiler."""
     setting = Setting(facts)
     setting.step()
     with _profiled() as profiler:

@@ -1,4 +1,4 @@
-"""What costgraph predicts of a row of a raw record: FLOPs, bytes at the peak, the least time."""
+"""costgraph's predictions for a row of a raw record: FLOPs, peak bytes and a lower bound on the time."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -8,14 +8,14 @@ import record_model
 
 import costgraph as cg
 
-#: Bytes of a block of torch's allocator on CUDA.
+#: Block size of torch's CUDA allocator, in bytes.
 BLOCK = 512
-#: From 10 MiB on, torch's allocator asks for multiples of 2 MiB and splits off what it does not need only if that is
-#: more than this (`CUDACachingAllocator`: kMinLargeAlloc, kRoundLarge and kSmallSize).
+#: From 10 MiB on, torch's allocator requests multiples of 2 MiB and splits a block only if the remainder exceeds this
+#: size (`CUDACachingAllocator`: kMinLargeAlloc, kRoundLarge and kSmallSize).
 UNSPLIT, LARGE = 2**20, 10 * 2**20
-#: The device file of each device whose name torch gives; any other one needs a file beside the record.
+#: The specification of each device name that torch reports; other devices need a file next to the record.
 SPECIFICATIONS = {"NVIDIA H200": "h200-sxm", "NVIDIA H100 80GB HBM3": "h100-sxm"}
-#: Sizes of the model by the facts of a row.
+#: Model sizes by the field names of a row.
 SIZES = {"b": "B", "s": "S", "v": "V", "d": "D", "h": "H", "f": "F", "layers": "L"}
 
 
@@ -26,8 +26,8 @@ def is_model(row):
 def graph_of(row, device, held=True):
     """Return the declared graph of a row, and its sizes.
 
-    `held` declares also what variables of Python hold in a forward pass, and the weights that autocast has converted
-    before: both are of its memory alone.
+    `held` also keeps the tensors that Python variables reference in a forward pass, and the weights that autocast
+    converted before. Both affect memory only.
     """
     if not is_model(row):
         return record_kernels.kernel(row.name, row.facts)
@@ -43,9 +43,9 @@ def graph_of(row, device, held=True):
 
 @cache
 def uncounted(row, device):
-    """FLOPs of matmuls that torch's counter leaves out: on a CPU those of scaled_dot_product_attention, all of them.
+    """Return the matmul FLOPs that torch's counter misses: on a CPU, those in scaled_dot_product_attention.
 
-    They are those of the scope of the kernel that attends.
+    They are the FLOPs in the attention kernel's scope.
     """
     fused = row.facts["fused_attention"] if is_model(row) else row.name in ("sdpa", "sdpa_decode")
     if device == "cuda" or not fused:
@@ -57,13 +57,13 @@ def uncounted(row, device):
 
 @cache
 def counted(row, device):
-    """FLOPs that FlopCounterMode finds."""
+    """Return the FLOPs that FlopCounterMode counts."""
     graph, sizes = graph_of(row, device, held=False)
     return cg.matmul_flops(graph, count="full", **sizes) - uncounted(row, device)
 
 
 def parameters(row, device):
-    """Parameters of the model of a step."""
+    """Return the parameter count of a step's model."""
     graph, sizes = graph_of(row, device)
     return cg.param_count(graph, **sizes)
 
@@ -72,26 +72,26 @@ def parameters(row, device):
 
 
 def baseline(row, device, block=BLOCK):
-    """Bytes that are there before: what lives throughout, each storage in whole blocks.
+    """Return the baseline bytes: persistent tensors, each storage in whole blocks.
 
-    Of what is declared in a block of the model there is a storage for each layer.
+    A tensor declared in a block has a storage per layer.
     """
     graph, sizes = graph_of(row, device)
-    found = [life for life in cg.lifetimes(graph, device=_on(device), **sizes) if life.born is None]
-    pieces = [sizes.get("L", 1) if life.tensor.startswith("blocks/") else 1 for life in found]
-    return sum(-(-life.bytes // (n * block)) * n * block for life, n in zip(found, pieces, strict=True))
+    persistent = [life for life in cg.lifetimes(graph, device=_on(device), **sizes) if life.born is None]
+    pieces = [sizes.get("L", 1) if life.tensor.startswith("blocks/") else 1 for life in persistent]
+    return sum(-(-life.bytes // (n * block)) * n * block for life, n in zip(persistent, pieces, strict=True))
 
 
 def _on(device):
-    """Return the `device` whose kernels have temporaries of their own, None for a CPU."""
+    """Return the `device` whose kernels have workspaces, None for a CPU."""
     return "cuda" if device == "cuda" else None
 
 
 @cache
 def peak_above(row, device, allocator="cuda"):
-    """Bytes at the peak beside those that are there before, and those of `more_bytes`."""
+    """Return the peak bytes above the baseline, including `more_bytes`."""
     graph, sizes = graph_of(row, device)
-    if row.name == "copy":  # what it writes into is there before
+    if row.name == "copy":  # the destination exists before
         return 0
     block = BLOCK if allocator == "cuda" else 1
     peak = cg.peak_memory(graph, allocator=allocator, device=_on(device), **sizes) - baseline(row, device, block)
@@ -99,10 +99,10 @@ def peak_above(row, device, allocator="cuda"):
 
 
 def more_bytes(row):
-    """Return the bytes that a norm's forward kernel writes for a backward pass that does not come.
+    """Return the bytes that a norm's forward kernel saves for backward without a backward pass.
 
-    Mean and reciprocal deviation of a row for layer norm, the latter for RMS norm, in fp32. Fused attention writes no
-    log-sum-exp without gradients: an H100 allocates the result alone (torch 2.11).
+    They are the mean and reciprocal standard deviation per row for layer norm, only the latter for RMS norm, in fp32.
+    Fused attention writes no log-sum-exp without gradients: an H100 allocates the result alone (torch 2.11).
     """
     if row.name not in ("layer_norm", "rms_norm"):
         return 0
@@ -114,14 +114,14 @@ def _in_blocks(amount):
 
 
 def left(row, device):
-    """Bytes that are there afterwards, the result: of a step nothing, and a copy has its place before."""
+    """Return the bytes left afterwards, the result: none for a step, and a copy has its destination before."""
     if row.name in ("train_step", "copy"):
         return 0
     graph, sizes = graph_of(row, device)
     return sum(_in_blocks(life.bytes) for life in cg.lifetimes(graph, **sizes) if life.role == "output")
 
 
-#: Kernels whose peak may be above that of their tensors, and by what.
+#: Kernels whose peak may exceed that of their tensors, and the reason.
 WORKSPACES = {
     "sum": "partial sums and counters per thread block",
     "conv2d": "cuDNN's workspace, and copies in its layout",
@@ -129,12 +129,12 @@ WORKSPACES = {
     "sdpa_decode": "partial results over keys, which a second kernel adds",
     "cross_entropy": "a scalar, the sum over weights",
 }
-#: Why the result of any kernel may take more than its bytes.
+#: Why any kernel's result may take more than its bytes.
 WHOLE = "up to 1 MiB, because the allocator does not split a large block for less"
 
 
 def off(row, device):
-    """Return the share by which the predicted peak is off, and why where the reason is known, else None."""
+    """Return the relative error of the predicted peak, and its cause if known, else None."""
     found, wanted = peak_above(row, device), row.memory["peak_above_baseline"]
     why = WORKSPACES.get(row.name) if found < wanted else None
     if why is None and not is_model(row) and found >= LARGE and found < wanted <= found + UNSPLIT:
@@ -148,21 +148,22 @@ def off(row, device):
 @cache
 def _hardware(source, tf32):
     device = cg.load_hardware(source)
-    if tf32:  # products of fp32 run in TF32 where torch is allowed to
+    if tf32:  # fp32 matmuls run in TF32 where torch allows it
         peak = {**device.peak, "fp32": device.peak["tf32"]}
         device = replace(device, peak=peak, tables={**device.tables, "peak": peak})
     return device
 
 
 def hardware_of(record):
-    """Return the device that a record's times are held to, or None: a file beside it, or the datasheet's."""
-    own = record.path.with_suffix(".toml")
-    source = str(own) if own.exists() else SPECIFICATIONS.get(record.environment["device"])
+    """Return the device for a record's times: from a file next to the record or a datasheet; None if there is
+    neither."""
+    specification = record.path.with_suffix(".toml")
+    source = str(specification) if specification.exists() else SPECIFICATIONS.get(record.environment["device"])
     return None if source is None else _hardware(source, record.environment["tf32"])
 
 
 def cache_bytes(record):
-    """Bytes of the last-level cache: the largest figure that the device or its file gives."""
+    """Return the last-level cache bytes: the device's or the file's figure, whichever is larger."""
     table = hardware_of(record).tables.get("cache", {})
     stated = [int(table[key].value) for key in ("l2", "l2_reported_by_driver", "last_level") if key in table]
     return max([*stated, record.environment.get("l2_bytes", 0)])
@@ -170,7 +171,7 @@ def cache_bytes(record):
 
 @dataclass(frozen=True)
 class Least:
-    """The least time of a case."""
+    """The lower bound on a case's time."""
 
     seconds: float
     """of the roofline: no run is faster that finds all in memory"""
@@ -183,18 +184,18 @@ class Least:
 
     @property
     def within(self):
-        """Whether all of it fits the last-level cache."""
+        """Whether the whole working set fits the last-level cache."""
         return self.bytes <= self.cache
 
     @property
     def beyond(self):
-        """Whether the cache can hold no more than a quarter of it."""
+        """Whether the cache holds at most a quarter of the working set."""
         return self.bytes > 4 * self.cache
 
 
 @cache
 def least(row, record):
-    """Return the least time of a row."""
+    """Return the lower bound on a row's time."""
     graph, sizes = graph_of(row, record.device, held=False)
     hardware = hardware_of(record)
     found, cache_size = cg.roofline(graph, hardware, **sizes), cache_bytes(record)

@@ -16,11 +16,11 @@ from costgraph.report.records.show import plot_times
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, FILE = ROOT / "docs" / "accuracy" / "published_gpus.md", ROOT / "tests" / "measured" / "published" / "gpus.json"
 PICTURE = "../_static/published_times.png"
-#: Measured over estimated times beyond which a record is listed, with its cause where one is known.
+#: Ratio of measured to estimated time beyond which a record is listed, with its cause if known.
 FACTOR = 3
-#: Seconds that a kernel takes to start and to end, of the order of: what is shorter measures little else.
+#: Approximate launch overhead of a kernel in seconds: shorter times measure little else.
 LAUNCH = 20e-6
-#: What torch's allocator counts to the byte.
+#: Metric that torch's allocator counts exactly.
 COUNTED = "max_memory_allocated"
 DEVICES = {name: load_hardware(name) for name in list_hardware()}
 
@@ -82,7 +82,7 @@ def ratio(value):
 
 
 def table(found):
-    """Families by device."""
+    """Yield a table with families by device."""
     yield line(["family", "device", "records", "predicted", "below the bound", "p10", "median", "p90"])
     yield line(["---"] * 8)
     for g in found.rows:
@@ -91,7 +91,7 @@ def table(found):
 
 
 def subjects(found):
-    """What all devices together come to."""
+    """Yield the totals over all devices."""
     groups = {}
     for row in found.records:
         if row.ratio is not None:
@@ -104,7 +104,8 @@ def subjects(found):
 
 
 def tiles(given):
-    """Tiles of 128 by 128 of the result of a product, or of one that a convolution is, and how full; else None."""
+    """Return the 128 x 128 tiles in a matmul result, or in a convolution's implicit matmul, and how full they are;
+    else None."""
     if given.get("op") == "gemm" and "M" in given:
         rows, columns = given["M"], given["N"]
     elif given.get("op") == "conv":
@@ -116,12 +117,12 @@ def tiles(given):
         }[given["direction"]]  # fmt: skip
     else:
         return None
-    found = -(-rows // 128) * -(-columns // 128)
-    return found, rows * columns / (found * 128**2)
+    count = -(-rows // 128) * -(-columns // 128)
+    return count, rows * columns / (count * 128**2)
 
 
 def cause(row):
-    """Why a measured time is far from the estimate, where something that can be computed says so."""
+    """Return the reason for a large time ratio if it is computable."""
     given, tables = row.record.inputs, DEVICES[row.record.device].tables
     if row.ratio > 1 and row.estimate / row.ops < LAUNCH:
         return f"ops of less than {LAUNCH * 1e6:g} us each by the estimate: launches, and what barely starts"
@@ -144,7 +145,7 @@ def cause(row):
 
 
 def outliers(found):
-    """Records that are off by more than the factor: how many for each cause, and those without one by name."""
+    """Yield the records beyond the factor: counts by cause, and the names of unexplained ones."""
     far = [row for row in found.records if row.ratio and not 1 / FACTOR <= row.ratio <= FACTOR]
     causes = {row.record.id: cause(row) for row in far}
     counts = Counter((row.record.family, causes[row.record.id]) for row in far)
@@ -159,7 +160,7 @@ def outliers(found):
 
 
 def peaks(found):
-    """Predicted peaks that are off by more than 4 KiB."""
+    """Yield the predicted peaks that are off by more than 4 KiB."""
     yield line(["record", "device", "measured bytes", "predicted"])
     yield line(["---"] * 4)
     for row in found.records:
@@ -168,7 +169,7 @@ def peaks(found):
 
 
 def totals(found):
-    """Totals of memory that were not counted by an allocator, beside what is derived."""
+    """Yield memory totals that no allocator counted, with the derived ones."""
     yield line(["record", "device", "what", "measured GB", "derived GB", "deviation"])
     yield line(["---"] * 6)
     for row in found.records:
@@ -179,7 +180,7 @@ def totals(found):
 
 
 def page(found):
-    """Return the text of the page."""
+    """Return the page as Markdown."""
     below = [row for row in found.records if row.violated]
     parts = [HEAD.format(count=len(found.records)), "\n## Limits\n"]
     parts += [f"- {'holds' if limit.holds else '**fails**'}: {limit}." for limit in found.limits]

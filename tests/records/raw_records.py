@@ -1,7 +1,7 @@
-"""Reader of raw records: what a measurement that knows nothing of costgraph wrote down, checked key by key.
+"""Reader of raw records: measurements by a script independent of costgraph, validated key by key.
 
-A file of `tests/measured/` is a raw record if its environment says `"command": "measure.py"`. Nothing in it is passed
-over: a case, a fact or a key that is not known here is an error that names it.
+A file of `tests/measured/` is a raw record if its environment says `"command": "measure.py"`. Unknown cases, facts and
+keys are errors that name them.
 """
 
 import json
@@ -20,7 +20,7 @@ _OF_CUDA = {"total_memory": int, "sms": int, "l2_bytes": int, "cuda": str, "laun
 _TIMES = {"median_s": float, "min_s": float, "max_s": float, "runs": int}
 _MEMORY = {"baseline_bytes": int, "peak_bytes": int, "peak_above_baseline": int, "left_bytes": int}
 
-#: Least values, where they are not positive numbers; bytes left may be fewer than before.
+#: Minimum values of keys that may be zero or negative; fewer bytes may be live afterwards than before.
 _LEAST = {"dropout": 0, "flops": 0, "baseline_bytes": 0, "peak_above_baseline": 0, "left_bytes": -(2**63)}
 
 ELEMENTWISE = ("copy", "add", "relu", "gelu", "silu", "tanh", "exp", "sum")
@@ -50,9 +50,9 @@ _CHOICES = {
 }
 
 
-@dataclass(frozen=True, eq=False)  # equal to itself alone, so that what is predicted of it is predicted once
+@dataclass(frozen=True, eq=False)  # identity equality, so that predictions are cached per row
 class Row:
-    """One measured case; a step and the forward pass of its model are two."""
+    """One measured case; a step and the forward pass of its model are separate rows."""
 
     place: str
     """which case of the file"""
@@ -91,7 +91,7 @@ def _need(condition, place, found, expected):
 
 
 def _checked(place, given, wanted):
-    """Return the given values of some keys, each of its type; a bool is no int, a whole number may be a float."""
+    """Return the values of the given keys with their types checked; a bool is no int, an int may be a float."""
     for key, kind in wanted.items():
         _need(key in given, place, f"no {key!r}", "it")
         value, kinds = given[key], (int, float) if kind is float else (kind,)
@@ -116,20 +116,22 @@ def _row(place, case, cuda, outer=None):
     place = f"{place} ({name})"
     kind = _KINDS.get(name, "kernel")
     _need(case.get("kind") == kind, place, f"kind {case.get('kind')!r}", kind)
-    own = {"parameters": int} if kind == "step" else {}
+    extra_keys = {"parameters": int} if kind == "step" else {}
     facts = _checked(place, case, FACTS[name]) if outer is None else outer
-    found = _checked(place, case, own)
+    facts_found = _checked(place, case, extra_keys)
     wanted = {**_TIMES, "flops": int} | (_MEMORY if cuda else {})
-    _only(place, case, FACTS[name], own, wanted, {"name", "kind"}, {"error"}, {"forward"} if kind == "step" else ())
+    _only(
+        place, case, FACTS[name], extra_keys, wanted, {"name", "kind"}, {"error"}, {"forward"} if kind == "step" else ()
+    )
     if "error" in case:
-        return Row(place, name, facts, {}, None, {}, found.get("parameters"), str(case["error"]))
+        return Row(place, name, facts, {}, None, {}, facts_found.get("parameters"), str(case["error"]))
     flops, times = _checked(place, case, {"flops": int})["flops"], _checked(place, case, _TIMES)
     _need(times["min_s"] <= times["median_s"] <= times["max_s"], place, f"times {times}", "them in order")
     memory = _checked(place, case, _MEMORY) if cuda else {}
     if memory:
         above = memory["peak_bytes"] - memory["baseline_bytes"]
         _need(above == memory["peak_above_baseline"], place, f"{above} B from baseline to peak", "peak_above_baseline")
-    return Row(place, name, facts, times, flops, memory, found.get("parameters"))
+    return Row(place, name, facts, times, flops, memory, facts_found.get("parameters"))
 
 
 def _rows(cases, cuda):
@@ -142,12 +144,12 @@ def _rows(cases, cuda):
 
 
 def parse(text, path):
-    """Return what a raw record says.
+    """Parse a raw record.
 
     Raises
     ------
     ValueError
-        If it says anything else than `measure.py` writes; the text names the file, the case and the key.
+        If the record differs from the output of `measure.py`; the text names the file, the case and the key.
     """
     try:
         data = json.loads(text)
@@ -167,22 +169,22 @@ def parse(text, path):
 
 
 def is_raw(text):
-    """Whether a file is a raw record, or broken: records of costgraph's own measurements say another command."""
+    """Whether a file is a raw record or broken: costgraph's own measurements state another command."""
     try:
         data = json.loads(text)
         return data["environment"]["command"] == "measure.py"
     except (ValueError, TypeError):
         return True
     except KeyError:
-        return "cases" in data  # with no command, none of theirs
+        return "cases" in data  # without a command it is not one of costgraph's own
 
 
 def read(path):
-    """Return the raw record in a file."""
+    """Read the raw record in a file."""
     return parse(path.read_text(), path)
 
 
 @cache
 def raw_records():
-    """Return all raw records of the folder, by name."""
+    """Return all raw records of the folder, sorted by name."""
     return [read(path) for path in sorted(FOLDER.glob("*.json")) if is_raw(path.read_text())]

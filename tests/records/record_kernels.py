@@ -1,4 +1,4 @@
-"""The kernels that a raw record measures, declared with costgraph's public names, each size a symbol."""
+"""The kernels of a raw record, declared with costgraph's public names, each size a symbol."""
 
 from functools import cache
 
@@ -18,7 +18,7 @@ def _matmul(g):
 
 
 def _copy(g):
-    # what lies dense is its own contiguous copy: that of another tensor into it is stated
+    # `contiguous` of a dense tensor is a no-op, so the copy into another tensor is declared as opaque
     return cg.opaque("copy", [g.input("x", (E,))], (E,), flops=0)
 
 
@@ -55,7 +55,7 @@ def _cross_entropy(g):
     return cg.cross_entropy(cg.ops.cast(g.input("logits", (R, V)), "fp32"), g.input("targets", (R,), dtype="int64"))
 
 
-#: Declaration of each case, by the name that the record has for it, and the facts that are no sizes of its tensors.
+#: Declaration of each case by its name in the record, and the facts that are not tensor sizes.
 DECLARED = {
     "matmul": (_matmul, ()),
     "copy": (_copy, ()),
@@ -67,7 +67,7 @@ DECLARED = {
     "embedding": (_embedding, ()),
     "cross_entropy": (_cross_entropy, ()),
 }
-#: Symbols of the facts that have another letter.
+#: Symbols of facts that are abbreviated differently.
 SYMBOLS = {"elements": "E", "rows": "R", "cols": "C", "hw": "X", "groups": "G", "tokens": "N"}
 
 
@@ -83,7 +83,7 @@ def _declare(name, dtype, *options):
 
 
 def kernel(name, facts):
-    """Return the declared graph of a case and the sizes of its symbols."""
+    """Return the declared graph of a case and its sizes."""
     options = DECLARED.get(name, (None, ()))[1]
     graph = _declare(name, facts["dtype"], *(facts[o] for o in options))
     sizes = {k: v for k, v in facts.items() if k not in (*options, "dtype")}

@@ -1,7 +1,7 @@
-"""The model, its step and its forward pass that a raw record measures, declared with costgraph's public names.
+"""The model, training step and forward pass of a raw record, declared with costgraph's public names.
 
-Eager code is declared as it runs: a batched matmul of torch copies heads that lie apart, logits are converted by an op
-of their own, and variables of `forward` hold what they name until it returns.
+Eager code is declared as it runs: torch's batched matmul copies strided heads, a separate op converts logits, and
+variables of `forward` keep their tensors alive until it returns.
 """
 
 from functools import cache
@@ -16,22 +16,22 @@ OPTIMIZERS = {
     "adamw-foreach": cg.AdamW(implementation="foreach"),
     "adamw-fused": cg.AdamW(implementation="fused"),
 }
-#: Format that all is declared in, and policy of the step: bf16 here is bf16 throughout, optimizer state included.
+#: The declaration's dtype and the step's precision policy; bf16 means pure bf16, including optimizer state.
 PRECISIONS = {"fp32": ("fp32", None), "bf16": ("bf16", None), "bf16-mixed": ("fp32", "bf16-mixed")}
 
 
 class Layers:
-    """Layers of the model: `weights` is the format that weights of linear layers are there in, None the graph's.
+    """Layers of the model; `weights` is the stored dtype of linear weights, None for the graph's.
 
-    With `held`, an operand stays until the op that converts it for itself has returned, and a block's variables until
-    the block has.
+    With `held`, an operand stays alive until the op that converts it has returned, and a block's variables until the
+    block has.
     """
 
     def __init__(self, p, fused, held, weights):
         self.p, self.fused, self.held, self.weights = p, fused, held, weights
 
     def hold(self, *variables):
-        """Keep what variables name until here; nothing is computed."""
+        """Keep the variables' tensors alive until here, at no cost."""
         if self.held:
             cg.opaque("hold", list(variables), [], flops=0)
 
@@ -68,7 +68,7 @@ class Layers:
 
 @cache
 def model(dtype, p, fused, held=False, weights=None):
-    """Tokens (B, S) to the loss, the tokens themselves its targets."""
+    """Map tokens (B, S) to the loss; the tokens are their own targets."""
     layers = Layers(p, fused, held, weights)
     with cg.Graph("record", dtype=dtype) as g:
         t = g.input("t", (B, S), dtype="int64")
@@ -87,7 +87,7 @@ def _policy(precision, device):
 
 @cache
 def step(optimizer, precision, p, fused, checkpoint, device):
-    """Declare a whole step of training."""
+    """Declare a whole training step."""
     dtype, policy, device = _policy(precision, device)
     again = cg.every_block() if checkpoint else None
     return cg.training_step(
@@ -100,8 +100,8 @@ def step(optimizer, precision, p, fused, checkpoint, device):
 def forward(precision, p, fused, device, held=True):
     """Declare a forward pass without gradients.
 
-    With `held`, as it is in memory when it is run again within one region of autocast: variables hold what they name,
-    and the weights of linear layers have been converted, once and for all.
+    With `held`, its memory is that of a second run in one autocast region: variables keep their tensors alive, and the
+    linear weights are already converted.
     """
     dtype, policy, device = _policy(precision, device)
     weights = None if policy is None or not held else "bf16"

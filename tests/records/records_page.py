@@ -60,10 +60,10 @@ def facts(row):
 
 
 def flops(row, record):
-    found = predictions.counted(row, record.device)
+    counted = predictions.counted(row, record.device)
     left_out = predictions.uncounted(row, record.device)
     more = f" + {left_out:,} that the counter leaves out" if left_out else ""
-    return f"{row.flops:,}", ("the same" if found == row.flops else f"{found:,}") + more
+    return f"{row.flops:,}", ("the same" if counted == row.flops else f"{counted:,}") + more
 
 
 def memory(row, record):
@@ -83,10 +83,10 @@ def time(row, record):
 
 
 def columns(record):
-    found = ["case", "sizes and settings", "FLOPs counted", "predicted"]
-    found += ["peak", "predicted", "off"] if record.device == "cuda" else []
+    headings = ["case", "sizes and settings", "FLOPs counted", "predicted"]
+    headings += ["peak", "predicted", "off"] if record.device == "cuda" else []
     bounds = ["least time", "times that", "working set"] if predictions.hardware_of(record) else []
-    return [*found, "fastest run", *bounds]
+    return [*headings, "fastest run", *bounds]
 
 
 def line(cells):
@@ -103,9 +103,9 @@ def summary(record):
         if shares:
             yield f"Peaks, {len(shares)} {what}: median error {median(shares):.2f} %, largest {max(shares):.2f} %."
     if predictions.hardware_of(record):
-        found = [(r, predictions.least(r, record)) for r in rows]
-        fast = sum(r.times["min_s"] < least.seconds for r, least in found)
-        within = sum(r.times["min_s"] < least.seconds and least.within for r, least in found)
+        bounds = [(r, predictions.least(r, record)) for r in rows]
+        fast = sum(r.times["min_s"] < least.seconds for r, least in bounds)
+        within = sum(r.times["min_s"] < least.seconds and least.within for r, least in bounds)
         yield f"Time: {fast} rows faster than the lower bound, {within} within the cache."
 
 
@@ -127,7 +127,7 @@ def section(record):
 
 
 def page():
-    """Return the text of the page."""
+    """Return the page as Markdown."""
     workspaces = "\n".join(f"- {name}: {why};" for name, why in predictions.WORKSPACES.items())
     parts = [text for record in raw_records() for text in section(record)]
     workspaces += f"\n- any result of 10 MiB or more: {predictions.WHOLE}."

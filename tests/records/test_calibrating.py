@@ -1,4 +1,4 @@
-"""`costgraph calibrate --records`: what is found again, what leaves no trace, what is printed, written and refused."""
+"""`costgraph calibrate --records`: recovered rates, held-out records, output files and errors."""
 
 import json
 from pathlib import Path
@@ -41,8 +41,8 @@ def record(device, M, N, K, share):
 @pytest.fixture
 def records(tmp_path):
     path = tmp_path / "records.json"
-    made = [record(device, *sizes, 0.6) for device in PEAKS for sizes in SIZES]
-    path.write_text(json.dumps([*made, made[0] | {"id": "x", "family": "knitting"}]))
+    rows = [record(device, *sizes, 0.6) for device in PEAKS for sizes in SIZES]
+    path.write_text(json.dumps([*rows, rows[0] | {"id": "x", "family": "knitting"}]))
     return path
 
 
@@ -52,22 +52,22 @@ def product(M, N, K):
     return g
 
 
-def test_a_share_of_the_peak_is_found_again(records):
-    found = calibrate(records, validate=False)
-    assert found.model.figures is None
-    assert sum(found.unpredicted.values()) == 1
-    for device in ("h100-sxm", "a100-80-sxm"):  # six tenths of the peak, at a size between those that were measured
-        asked = ask(product(5119, 5113, 5107), device, None, {}, "test")
-        taken = found.model.seconds(loads_of(asked), asked.rates)
-        assert taken == pytest.approx(2 * 5119 * 5113 * 5107 / (PEAKS[device] * 1e12 * 0.6), rel=0.08)
+def test_calibration_recovers_a_share_of_the_peak(records):
+    calibration = calibrate(records, validate=False)
+    assert calibration.model.figures is None
+    assert sum(calibration.unpredicted.values()) == 1
+    for device in ("h100-sxm", "a100-80-sxm"):  # 60 % of the peak, at a size between the measured ones
+        query = ask(product(5119, 5113, 5107), device, None, {}, "test")
+        predicted = calibration.model.seconds(loads_of(query), query.rates)
+        assert predicted == pytest.approx(2 * 5119 * 5113 * 5107 / (PEAKS[device] * 1e12 * 0.6), rel=0.08)
 
 
-def test_what_is_left_out_leaves_no_trace():
+def test_held_out_records_do_not_affect_the_fit():
     graph, rows = product(*cg.dims("M N K")), []
     for device in PEAKS:
         for M, N, K in SIZES:
-            asked = ask(graph, device, None, {"M": M, "N": N, "K": K}, "test")
-            rows.append(rows_of(loads_of(asked), asked.rates, shipped().typical))
+            query = ask(graph, device, None, {"M": M, "N": N, "K": K}, "test")
+            rows.append(rows_of(loads_of(query), query.rates, shipped().typical))
     seconds = np.concatenate([r.matrix for r in rows]) * 1.5
     names = np.repeat(list(PEAKS), len(SIZES))
     train = names == "h100-sxm"
@@ -78,11 +78,11 @@ def test_what_is_left_out_leaves_no_trace():
     )
     assert np.array_equal(first.predicted, second.predicted)
     assert list(first.devices) == ["h100-sxm"]
-    # and a device that was not seen is predicted by what all have in common
+    # a held-out device is predicted from the rates common to all devices
     assert np.exp(first.predicted[~train]) == pytest.approx(seconds[~train], rel=0.35)
 
 
-def test_the_command_prints_and_writes(records, capsys):
+def test_calibrate_records_command_prints_and_writes(records, capsys):
     out = records.with_name("model.json")
     assert cli.main(["calibrate", "--records", str(records), "--out", str(out)]) == 0
     done = capsys.readouterr()
@@ -96,48 +96,48 @@ def test_the_command_prints_and_writes(records, capsys):
     assert len(model.places) == len(model.weights)
 
 
-def test_several_files_are_one(records):
+def test_several_record_files_are_merged(records):
     other = records.with_name("other.json")
     other.write_text(json.dumps([record("b200", *sizes, 0.5) for sizes in SIZES]))
-    found = calibrate(records, other, validate=False).model
-    assert found.records == "records.json, other.json"
+    model = calibrate(records, other, validate=False).model
+    assert model.records == "records.json, other.json"
     for device, rate in (("h100-sxm", 0.6 * 989.4), ("b200", 0.5 * 2250)):
-        asked = ask(product(5119, 5113, 5107), device, None, {}, "test")
-        taken = found.seconds(loads_of(asked), asked.rates)
+        query = ask(product(5119, 5113, 5107), device, None, {}, "test")
+        taken = model.seconds(loads_of(query), query.rates)
         assert taken == pytest.approx(2 * 5119 * 5113 * 5107 / (rate * 1e12), rel=0.08)
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--device", "cuda"], "--device: nothing runs with --records, expected --out and --quick alone beside it"),
-        (["--like", "t4"], "--like: nothing runs with --records, expected --out and --quick alone beside it"),
+        (["--device", "cuda"], "--device: not used with --records, expected only --out and --quick"),
+        (["--like", "t4"], "--like: not used with --records, expected only --out and --quick"),
         (["--out", "model.toml"], "model.toml: expected a path that ends in .json"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(records, capsys, words, text):
+def test_meaningless_options_are_refused(records, capsys, words, text):
     assert cli.main(["calibrate", "--records", str(records), *words]) == 2
     assert text in capsys.readouterr().err
 
 
-def test_without_times_there_is_no_model(records, capsys):
+def test_calibration_needs_predicted_times(records, capsys):
     records.write_text(json.dumps([record("h100-sxm", 5, 7, 11, 0.1)]))
     assert cli.main(["calibrate", "--records", str(records)]) == 2
     assert "1 records with a time that is predicted, expected two at least" in capsys.readouterr().err
     assert cli.main(["calibrate"]) == 2
-    assert "calibrate: no --out FILE, expected where the specification goes, or --records FILE" in (
+    assert "calibrate: no --out, expected --out FILE for the specification, or --records FILE" in (
         capsys.readouterr().err
     )
 
 
 @pytest.mark.long
-def test_the_shipped_model_is_that_of_the_records():
+def test_shipped_model_is_fitted_to_the_records():
     folder = Path(__file__).parents[1] / "measured" / "published"
-    found = calibrate(folder / "gpus.json", folder / "b200.json", validate=False).model
+    model = calibrate(folder / "gpus.json", folder / "b200.json", validate=False).model
     given = json.loads(SHIPPED.read_text())
-    assert found.records == given["records"]
+    assert model.records == given["records"]
     graph = load("llama-3-8b")
     for device in ("h100-sxm", "t4", "b200"):
-        asked = ask(graph, device, None, {"B": 1, "S": 512}, "test")
-        taken, wanted = (m.seconds(loads_of(asked), asked.rates) for m in (found, shipped()))
+        query = ask(graph, device, None, {"B": 1, "S": 512}, "test")
+        taken, wanted = (m.seconds(loads_of(query), query.rates) for m in (model, shipped()))
         assert taken == pytest.approx(wanted, rel=0.05)

@@ -1,4 +1,4 @@
-"""`costgraph validate --records`: what is printed, written and refused, and the exit code."""
+"""`costgraph validate --records`: printed output, files, errors, and exit codes."""
 
 import json
 import re
@@ -31,21 +31,21 @@ def run(capsys, tmp_path):
     return _run
 
 
-def test_what_holds(run, tmp_path):
+def test_held_limits_exit_with_zero(run, tmp_path):
     out, pictures = tmp_path / "out.json", tmp_path / "pictures"
     code, text, err = run(
         [RECORD, RECORD | {"id": "b", "family": "knitting"}], "--out", str(out), "--plot", str(pictures)
     )
     assert (code, err) == (0, "")
-    # 989.4 TFLOP/s of the data sheet over the 700 measured
+    # 989.4 TFLOP/s from the datasheet over the measured 700
     assert re.search(r"squares +h100-sxm +1 +1 +0 +1\.41 +1\.41 +1\.41", text)
     assert "1 of knitting  expected a family that has a prediction" in text
     assert "holds  no time is below its lower bound: 0 of 1 are" in text
     assert (pictures / "times.png").read_bytes().startswith(b"\x89PNG")
-    told = json.loads(out.read_text())
-    assert (told["schema"], told["records"]) == ("costgraph/held/1", "records.json")
-    assert [limit["holds"] for limit in told["limits"]] == [True, True]
-    assert told["rows"][1] == {"id": "b", "reason": "expected a family that has a prediction"}
+    saved = json.loads(out.read_text())
+    assert (saved["schema"], saved["records"]) == ("costgraph/held/1", "records.json")
+    assert [limit["holds"] for limit in saved["limits"]] == [True, True]
+    assert saved["rows"][1] == {"id": "b", "reason": "expected a family that has a prediction"}
 
 
 @each(
@@ -55,19 +55,19 @@ def test_what_holds(run, tmp_path):
         (300, "fails  measured over estimated times of products are from 0.9 to 2.0 in the\n       median: 3.30 of 1"),
     ],
 )
-def test_what_fails_has_another_exit_code(run, value, text):
+def test_failed_limits_exit_with_one(run, value, text):
     code, out, err = run([RECORD | {"value": value}])
     assert (code, err) == (1, "")
     assert text in out
 
 
-def test_with_nothing_predicted_all_limits_hold(run):
+def test_limits_hold_without_predictions(run):
     code, out, _ = run([RECORD | {"family": "knitting"}])
     assert code == 0
     assert "1 of knitting" in out
 
 
-def test_markup_and_control_characters_of_a_file_stay_text(run):
+def test_markup_and_control_characters_are_escaped(run):
     odd = {"family": "[bold]x\x1b[31m\n", "device": "[/]\x07"}
     code, out, _ = run([RECORD | odd])
     assert code == 0
@@ -78,28 +78,28 @@ def test_markup_and_control_characters_of_a_file_stay_text(run):
 @each(
     ("words", "text"),
     [
-        (["--device", "cuda"], "--device: nothing runs with --records, expected --out and --plots alone beside it"),
-        (["--quick"], "--quick: nothing runs with --records, "),
+        (["--device", "cuda"], "--device: not used with --records, expected only --out and --plots"),
+        (["--quick"], "--quick: not used with --records, "),
         (["--out", "x.txt"], "x.txt: expected a path that ends in .json"),
         (["--out", "/no/such/folder/x.json"], "/no/such/folder/x.json: no such folder, "),
     ],
 )
-def test_what_is_refused(run, words, text):
+def test_invalid_validate_options_are_refused(run, words, text):
     code, out, err = run([RECORD], *words)
     assert (code, out) == (2, "")
     assert err.startswith(f"costgraph: {text}")
 
 
-def test_a_run_needs_a_place_for_its_record(capsys):
+def test_validate_needs_out_or_records(capsys):
     assert cli.main(["validate"]) == 2
     assert capsys.readouterr().err == (
-        "costgraph: validate: no --out FILE, expected where the record goes, or --records FILE\n"
+        "costgraph: validate: no --out, expected --out FILE for the record, or --records FILE\n"
     )
     assert cli.main(["validate", "--records", "/no/such.json"]) == 2
     assert capsys.readouterr().err.startswith("costgraph: /no/such.json: No such file or directory, expected ")
 
 
-def test_a_peak_without_a_prediction_fails(run):
+def test_unpredicted_peak_fails(run):
     peak = {"family": "liger", "what": "peak memory", "quantity": "max_memory_allocated", "unit": "MiB",
             "inputs": {"kernel": "softmax", "provider": "torch", "mode": "full"}}  # fmt: skip
     code, out, _ = run([RECORD | peak])
@@ -107,7 +107,7 @@ def test_a_peak_without_a_prediction_fails(run):
     assert "fails  peaks that an allocator counted are predicted: 0 of 1 are" in out
 
 
-def test_a_peak_that_is_predicted_and_one_that_is_not(run):
+def test_one_of_two_peaks_without_prediction_fails(run):
     pytest.importorskip("torch.utils.flop_counter")
     inputs = {"kernel": "relu_squared", "provider": "torch", "mode": "full", "M": 4, "N": 8, "dtype": "float32"}
     peak = {"family": "liger", "what": "peak memory", "quantity": "max_memory_allocated", "unit": "B", "inputs": inputs}

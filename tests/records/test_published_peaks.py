@@ -1,4 +1,4 @@
-"""Peaks of memory that were published: what is kept and made, tensor by tensor."""
+"""Published memory peaks: saved tensors and temporaries, tensor by tensor."""
 
 from dataclasses import replace
 from math import prod
@@ -29,7 +29,7 @@ from costgraph.torch.validation_programs import (
 )
 
 MIB = 2**20
-#: Of cuBLAS, in each of two threads, up to Ada: two blocks of 4 MiB, and eight of 16 KiB.
+#: cuBLAS workspaces for two threads, up to Ada: two 4 MiB blocks and eight 16 KiB blocks each.
 THREADS = 2 * (2 * 4 * MIB + 8 * 16 * 2**10)
 
 
@@ -52,38 +52,38 @@ def matrices(count, rows, columns, element):
 
 
 @pytest.mark.parametrize("device", ["a100-80-sxm", "h100-sxm"])
-def test_a_layer_norm(peaks, device):
+def test_layer_norm_peak_by_hand(peaks, device):
     row = peaks("layer_norm", N=2048, device=device)
-    # x, its gradient, that of y, y, and a new one of x; of two parameters of 8 KiB themselves, those of the other form,
-    # their gradients, and new ones; mean and deviation of 4096 rows
+    # x, its gradient, y, its gradient, and a new gradient for x; two 8 KiB parameters, their alternate forms, their
+    # gradients, and new ones; mean and deviation for 4096 rows
     assert row.peak == matrices(5, 4096, 2048, 4) + 8 * 2048 * 4 + 2 * 4096 * 4
     assert row.bytes == row.peak
 
 
-def test_a_norm_in_bf16_whose_weight_is_of_fp32(peaks):
+def test_bf16_norm_with_fp32_weight_peak_by_hand(peaks):
     row = peaks("rms_norm")
-    # 8 MiB each: x, its gradient, that of y, and the norm as it is rounded; 16 MiB each: x in fp32, y, its gradient in
-    # fp32, that of the norm, and four of the mean of squares; 8 KiB each: two weights, a gradient, a factor of each row
+    # 8 MiB each: x, its gradient, that of y, and the rounded norm; 16 MiB each: x in fp32, y, its gradient in fp32,
+    # that of the norm, and four for the mean of squares; 8 KiB each: two weights, a gradient, a factor per row
     assert row.peak == row.bytes == 160 * MIB + 2**15
 
 
-def test_a_loss_of_logits(peaks):
+def test_cross_entropy_peak_by_hand(peaks):
     row = peaks("cross_entropy", V=32768)
-    # logits, their gradient, logarithms of probabilities, and gradients of those and of logits; targets; a block each
-    # of the loss and of its gradient
+    # logits, their gradient, log-probabilities, and gradients of both; targets; a block each for the loss and its
+    # gradient
     assert row.peak == matrices(5, 16384, 32768, 4) + 16384 * 8 + 2 * 512
     assert row.bytes == row.peak
 
 
-def test_a_gated_perceptron_and_the_workspaces_of_two_threads(peaks):
+def test_gated_mlp_peak_includes_workspaces_of_two_threads(peaks):
     row = peaks("tiled_swiglu", mode="forward", T=4096)
-    # three weights, input and result; two products, the activation, and their product
+    # three weights, input and result; two matmuls, the activation, and the gated product
     rows, d, f = 2 * 4096, 2048, 4096
     assert row.peak == matrices(3, d, f, 2) + matrices(2, rows, d, 2) + matrices(4, rows, f, 2) + THREADS
     assert row.bytes == row.peak
 
 
-def test_a_backward_pass_alone_is_counted_from_where_it_starts(peaks):
+def test_backward_only_peak_counts_from_its_start(peaks):
     row = peaks("geglu", mode="backward")
     assert row.peak == row.bytes
     R = cg.dims("R")
@@ -93,12 +93,12 @@ def test_a_backward_pass_alone_is_counted_from_where_it_starts(peaks):
         _peak(Run(graph, {"R": 61}, phases=("backward",)), cg.load_hardware("t4"))
 
 
-def test_attention_op_by_op(peaks):
+def test_attention_peak_op_by_op(peaks):
     row = peaks("fused_neighborhood_attention", seq_len=4096, hidden_size=512, device="rtx3090")
     b, s, d, heads = 2, 4096, 512, 8
-    # shares, their gradient, that of scores, and the product that it is made of; the mask; two sets of four weights,
-    # and gradients of one; x and its gradient, that of the result, copies of three projections, what is mixed of them
-    # and its gradient, and the result
+    # probabilities, their gradient, that of scores, and the product it is computed from; the mask; two sets of four
+    # weights, and gradients of one; x and its gradient, that of the result, copies of three projections, the attention
+    # output and its gradient, and the result
     squares, weights = matrices(4, b * heads * s, s, 4) + s * s, matrices(12, d, d, 4) + matrices(12, 1, d, 4)
     assert row.peak == squares + weights + matrices(9, b * s, d, 4) + THREADS
     assert row.bytes == row.peak
@@ -114,11 +114,11 @@ def test_attention_op_by_op(peaks):
         ("multi_token_attention", "peak memory: what cuDNN takes for a convolution is not stated"),
     ],
 )
-def test_peaks_that_are_not_predicted(peaks, kernel, reason):
+def test_unpredicted_peaks_state_the_reason(peaks, kernel, reason):
     assert peaks(kernel).reason == reason
 
 
-def test_what_a_peak_needs_to_know(peaks):
+def test_incomplete_peak_records_state_the_reason(peaks):
     record = peaks("rms_norm").record
     for change, reason in (
         ({"unit": "s"},
@@ -130,7 +130,7 @@ def test_what_a_peak_needs_to_know(peaks):
         assert predict(replace(record, **change), 1).reason == reason
 
 
-def test_a_program_is_the_one_of_its_date():
+def test_program_version_follows_the_date():
     program = PROGRAMS["rms_norm"]
     assert program.at("2026-04-17") is program
     assert (program.kept, program.at("2026-04-18").kept, program.at("2026-04-18").drawn) == (("H float32",), (), True)
@@ -145,7 +145,7 @@ def test_sizes_may_be_products_and_quotients():
         program.bound({"d": 3, "e": 5, "f": 43, "g": 7})
 
 
-def test_the_limit_counts_those_that_are_near(peaks):
+def test_peak_limit_counts_close_predictions(peaks):
     row = replace(peaks("layer_norm"), peak=10**6, bytes=10**6)
     near = [replace(row, bytes=10**6 + 4096)] * 19
     (found,) = [limit for ask in LIMITS for limit in ask([*near, replace(row, bytes=10**6 - 4097)])]
@@ -155,8 +155,8 @@ def test_the_limit_counts_those_that_are_near(peaks):
 
 
 @pytest.mark.parametrize("kernel", ["dyt", "poly_norm", "modulated_rms_norm", "softmax", "embedding", "sparsemax"])
-def test_programs_of_which_no_peak_is_in_the_file(kernel):
-    """They are alone: a result, what the backward pass starts from, and gradients are there at once, in fp32."""
+def test_peaks_of_unrecorded_programs_by_hand(kernel):
+    """The result, the seed of the backward pass and the gradients are live together, in fp32."""
     program = PROGRAMS[kernel].at("2026-06-01")
     graph = benchmarked(program, "float32", "full", "sm_100")
     facts = {"BT": 509 * 127, "T": 127, "hidden_size": 1031, "vocab_size": 131, "has_shift": True, "beta": True}

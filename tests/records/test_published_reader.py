@@ -1,4 +1,4 @@
-"""Files of published measurements: what is no such file, record or number is refused, and says where."""
+"""The reader of published measurements rejects malformed files, records and numbers, and names the place."""
 
 import json
 from decimal import Decimal
@@ -30,11 +30,11 @@ def without(key):
     return {name: value for name, value in RECORD.items() if name != key}
 
 
-def test_a_number_keeps_its_digits(written):
+def test_numbers_keep_their_digits(written):
     text = json.dumps([RECORD]).replace("1.5", "1.50").encode()
-    (found,) = read_records(written(text))
-    assert str(found.value) == "1.50"
-    assert (found.note, found.inputs["M"]) == ("", 127)
+    (record,) = read_records(written(text))
+    assert str(record.value) == "1.50"
+    assert (record.note, record.inputs["M"]) == ("", 127)
 
 
 NAMES = "id, source, device, family, what, inputs, quantity, unit, value, note"
@@ -58,7 +58,7 @@ REFUSED = [
 
 
 @each(("content", "expected"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_no_list_of_records_is_refused(written, content, expected):
+def test_invalid_record_lists_are_refused(written, content, expected):
     path = written(content)
     with pytest.raises(FormatError) as error:
         read_records(path)
@@ -66,20 +66,20 @@ def test_what_is_no_list_of_records_is_refused(written, content, expected):
 
 
 @each("number", ["NaN", "Infinity", "-Infinity", "1e31", "1e-31", "1e999999999"])
-def test_a_number_that_no_run_has_is_refused(written, number):
+def test_implausible_numbers_are_refused(written, number):
     text = json.dumps([RECORD]).replace("1.5", number).encode()
     with pytest.raises(FormatError, match="expected a number above 0, from 1e-30 to 1e30"):
         read_records(written(text))
 
 
-def test_integers_of_any_length_are_no_traceback(written):
+def test_huge_integers_raise_format_errors(written):
     with pytest.raises(FormatError):
         read_records(written(json.dumps([RECORD]).replace("1.5", "9" * 5000).encode()))
     with pytest.raises(FormatError, match=r"no regular file|directory"):
         read_records("/")
 
 
-def test_the_file_of_the_project_is_read(measured):
+def test_shipped_measurements_are_read(measured):
     assert len(measured) == 3324
     assert len({r.id for r in measured}) == 3324
     assert all(isinstance(r.value, int | Decimal) and r.source for r in measured)

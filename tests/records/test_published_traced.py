@@ -1,4 +1,4 @@
-"""Programs of plain torch whose times were published: what their traces cost, written out."""
+"""Plain torch programs with published times: the costs of their traces against explicit arithmetic."""
 
 from dataclasses import replace
 from decimal import Decimal
@@ -16,7 +16,7 @@ from costgraph.torch.validation_programs import (
     traced,
 )
 
-#: Programs of which another one has all that a trace has to pass.
+#: Programs whose traces another program already covers.
 ALIKE = ("tiled_swiglu", "tiled_geglu", "geglu", "fused_linear_simpo_loss", "fused_linear_orpo_loss")
 BANDWIDTH = float(cg.load_hardware("h100-sxm").bandwidth)
 
@@ -32,10 +32,10 @@ def timed(measured):
     return predicted
 
 
-def test_pointwise_ops_move_what_they_read_and_write(timed):
+def test_pointwise_programs_move_operands_and_results(timed):
     m, n = 4093, 8191
     forward = timed("relu_squared", "forward", M=m, N=n)
-    # relu and square, each one tensor in and one out, 2 B an element
+    # relu and square: one tensor in and one out each, 2 bytes per element
     assert forward.estimate == pytest.approx(4 * 2 * m * n / BANDWIDTH, rel=1e-6)
     full = timed("relu_squared", "full", M=m, N=n)
     backward = timed("relu_squared", "backward", M=m, N=n)
@@ -43,15 +43,15 @@ def test_pointwise_ops_move_what_they_read_and_write(timed):
     assert (full.subject, full.violated) == ("pointwise", False)
 
 
-def test_a_gated_perceptron_has_three_products_and_six_in_its_backward_pass():
+def test_gated_mlp_has_three_matmuls_and_six_in_backward():
     g = traced(PROGRAMS["swiglu"], "bfloat16")
     b, t, d, f = 2, 61, 127, 131
     for phase, products in (("forward", 3), ("backward", 6)):
-        found = cg.costs(g).bind(R=b * t, D=d, F=f).filter(phase=phase, kind="matmul").total().flops
-        assert found == products * 2 * b * t * d * f
+        flops = cg.costs(g).bind(R=b * t, D=d, F=f).filter(phase=phase, kind="matmul").total().flops
+        assert flops == products * 2 * b * t * d * f
 
 
-def test_the_loss_of_a_head_has_three_products(timed):
+def test_fused_linear_cross_entropy_has_three_matmuls(timed):
     row = timed("fused_linear_cross_entropy", "full", BT=1021, H=509, V=4093)
     g = traced(PROGRAMS["fused_linear_cross_entropy"], "bfloat16")
     assert cg.matmul_flops(g, R=1021, H=509, V=4093) == 3 * 2 * 1021 * 509 * 4093
@@ -81,12 +81,12 @@ def test_every_program_is_traced_with_open_sizes(name):
         ({"M": None}, "inputs: no size M or BT or T, expected a positive whole number"),
     ],
 )
-def test_what_is_not_predicted(timed, change, reason):
+def test_unpredicted_programs_state_the_reason(timed, change, reason):
     given = {"kernel": "softmax", "mode": "full", "provider": "torch", "M": 3, "N": 5} | change
     assert timed(**given).reason == reason
 
 
-def test_sizes_have_other_names_in_other_records():
+def test_size_names_vary_between_records():
     program = PROGRAMS["swiglu"]
     rest = {"hidden_size": 5, "intermediate_size": 7}
     for stated in ({"B": 3, "T": 11}, {"bsz": 3, "T": 11}, {"BT": 33}):

@@ -1,4 +1,4 @@
-"""Predictions held against every raw record: FLOPs to the last digit, peaks where the device counts them, times."""
+"""Predictions for every raw record: exact FLOPs, peaks where the device counts them, times."""
 
 import runpy
 from dataclasses import replace
@@ -12,18 +12,18 @@ from raw_records import FACTS, Row, raw_records
 
 RECORDS = raw_records()
 records = pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.path.stem)
-#: A plain run asks of each fifth row of a model, which are all variants: there are twelve of them in turn.
+#: A plain run checks every fifth model row, which covers all twelve alternating variants.
 nth = pytest.mark.parametrize("nth", [5, pytest.param(1, marks=pytest.mark.long)])
 VARIANT = ("optimizer", "precision", "dropout", "fused_attention", "checkpoint")
 
 
 def measured(record, *names):
-    """Rows of these names, all without, that the device did not refuse."""
+    """Return the rows with these names (default all) that the device could run."""
     return [r for r in record.rows if r.error is None and (not names or r.name in names)]
 
 
 def part(record, nth):
-    """Return a record with all kernels and each `nth` row of a model."""
+    """Return a record with all kernels and every `nth` row of a model."""
     models = [r for r in record.rows if predictions.is_model(r)][::nth]
     return replace(record, rows=(*(r for r in record.rows if not predictions.is_model(r)), *models))
 
@@ -34,7 +34,7 @@ def named(row):
 
 @records
 @nth
-def test_flops_are_those_that_torch_counts(record, nth):
+def test_predicted_flops_equal_torchs_counter(record, nth):
     wrong = [
         (named(row), found, row.flops)
         for row in measured(part(record, nth))
@@ -44,19 +44,19 @@ def test_flops_are_those_that_torch_counts(record, nth):
 
 
 @records
-def test_on_a_cpu_alone_torch_counts_no_attention_in_one_kernel(record):
+def test_torch_misses_fused_attention_only_on_cpus(record):
     uncounted = {row.name for row in measured(record) if predictions.uncounted(row, record.device)}
     fused = {r.name for r in measured(record) if r.facts.get("fused_attention") or r.name in ("sdpa", "sdpa_decode")}
     assert uncounted == (fused if record.device == "cpu" else set())
 
 
 @records
-def test_parameters(record):
+def test_parameter_counts_equal_the_record(record):
     for row in measured(record, "train_step"):
         assert predictions.parameters(row, record.device) == row.parameters
 
 
-def test_a_record_of_a_cpu_has_every_case_and_twelve_kinds_of_steps():
+def test_cpu_records_cover_all_cases_and_step_variants():
     rows = [row for record in RECORDS if record.device == "cpu" for row in measured(record)]
     assert {row.name for row in rows} == set(FACTS)
     assert len({tuple(r.facts[v] for v in VARIANT) for r in rows if r.name == "train_step"}) == 12
@@ -66,9 +66,9 @@ def test_a_record_of_a_cpu_has_every_case_and_twelve_kinds_of_steps():
 
 
 def peaks_off(record):
-    """Share by which each peak is off, and the rows that are off by more than 5 % without a reason."""
-    found = [(row, *predictions.off(row, record.device)) for row in measured(record)]
-    return found, [(named(row), share) for row, share, why in found if share > 0.05 and why is None]
+    """Return the relative error of each peak, and the rows with an unexplained error above 5 %."""
+    errors = [(row, *predictions.off(row, record.device)) for row in measured(record)]
+    return errors, [(named(row), share) for row, share, why in errors if share > 0.05 and why is None]
 
 
 def hold_peaks(record):
@@ -88,7 +88,7 @@ def test_peaks(record, nth):
 
 
 @records
-def test_what_is_left(record):
+def test_remaining_bytes_match_the_record(record):
     if record.device == "cpu":
         pytest.skip("measure.py reads no peaks on a CPU")
     wrong = [
@@ -101,7 +101,7 @@ def test_what_is_left(record):
 
 
 def as_on_a_gpu(record, factor=1.0):
-    """Return the record with the peaks that are predicted for a GPU, times a factor."""
+    """Return the record with its peaks replaced by the GPU predictions, times a factor."""
 
     def row(r):
         peak = round(predictions.peak_above(r, "cuda") * factor)
@@ -111,7 +111,7 @@ def as_on_a_gpu(record, factor=1.0):
 
 
 @pytest.mark.parametrize(("factor", "held"), [(1.0, True), (1.019, True), (1.03, False), (1.07, False)])
-def test_a_peak_that_is_off_is_found(factor, held):
+def test_wrong_peaks_are_detected(factor, held):
     # a step, its forward pass, and all kernels
     whole = next(r for r in RECORDS if r.path.stem == "cpu-small")
     models = [r for r in measured(whole, "train_step", "forward") if r.facts["b"] == 2][:2]
@@ -120,7 +120,7 @@ def test_a_peak_that_is_off_is_found(factor, held):
     if held:
         hold_peaks(record)
         return
-    with pytest.raises(AssertionError):  # with 3 % by the median alone
+    with pytest.raises(AssertionError):  # 3 % fails by the median alone
         hold_peaks(record)
     _, without = peaks_off(record)
     assert bool(without) == (factor > 1.05)
@@ -138,7 +138,7 @@ def test_a_peak_that_is_off_is_found(factor, held):
         ("sum", 2**20, -512, None),
     ],
 )
-def test_what_explains_a_peak(name, elements, more, why):
+def test_peak_errors_have_known_causes(name, elements, more, why):
     row = Row("case 0", name, {"elements": elements, "dtype": "fp32"}, {}, 0, {})
     result = 4 * elements if name == "relu" else 512
     row.memory["peak_above_baseline"] = result + more
@@ -152,7 +152,7 @@ def test_what_explains_a_peak(name, elements, more, why):
 
 @records
 @nth
-def test_no_case_is_faster_than_its_bound(record, nth):
+def test_no_case_beats_its_bound(record, nth):
     if predictions.hardware_of(record) is None:
         pytest.skip(f"no {record.path.stem}.toml, a calibrated device, beside the record")
     rows = [(row, predictions.least(row, record)) for row in measured(part(record, nth))]
@@ -161,18 +161,18 @@ def test_no_case_is_faster_than_its_bound(record, nth):
 
 
 @each(("elements", "within", "beyond"), [(2**20, True, False), (2**24, False, False), (2**28, False, True)])
-def test_what_a_cache_holds(elements, within, beyond):
+def test_cached_bytes_lower_the_warm_bound(elements, within, beyond):
     row = Row("case 0", "copy", {"elements": elements, "dtype": "bf16"}, {}, 0, {})
     environment = {"device": "NVIDIA H200", "cuda": "13", "tf32": False, "l2_bytes": 60 * 2**20}
     least = predictions.least(row, replace(RECORDS[0], path=Path("none.json"), environment=environment))
-    # two bytes read and two written, at 4.8 TB/s
+    # two bytes read and two written per element, at 4.8 TB/s
     assert least.seconds == pytest.approx(4 * elements / 4.8e12)
     assert least.warm == pytest.approx(max(0, 4 * elements - 60 * 2**20) / 4.8e12)
     assert (least.within, least.beyond) == (within, beyond)
 
 
 @each(("tf32", "rate"), [(False, 66.9e12), (True, 494.7e12)])
-def test_products_of_fp32_run_in_tf32_where_torch_may(tf32, rate):
+def test_fp32_matmuls_use_tf32_if_allowed(tf32, rate):
     row = Row("case 0", "matmul", {"m": 8192, "k": 8192, "n": 8192, "dtype": "fp32"}, {}, 0, {})
     environment = {"device": "NVIDIA H200", "cuda": "13", "tf32": tf32, "l2_bytes": 60 * 2**20}
     least = predictions.least(row, replace(RECORDS[0], path=Path("none.json"), environment=environment))
@@ -182,6 +182,6 @@ def test_products_of_fp32_run_in_tf32_where_torch_may(tf32, rate):
 # -- the page ------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_what_the_script_makes_of_the_records():
+def test_records_page_is_current():
     script = runpy.run_path(str(Path(__file__).with_name("records_page.py")))
     assert script["PAGE"].read_text() == script["page"]()

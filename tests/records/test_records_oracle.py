@@ -1,6 +1,6 @@
-"""The declared model of the records beside the same model in torch: exact, but for what is named.
+"""The records' declared model against the same model in torch: exact, except for named differences.
 
-Fake tensors have every storage of a step and compute nothing; the profiler has what a real step takes.
+Fake tensors give every storage in a step without computing; the profiler measures a real step.
 """
 
 import pytest
@@ -32,7 +32,7 @@ CASES = [{**SIZES, **dict(zip(NAMES, variant, strict=True))} for variant in VARI
 
 
 def cases(*plain):
-    """All cases, of which a plain run holds those at some places."""
+    """Return all cases; a plain run takes a sample."""
     return pytest.mark.parametrize("facts", [
         pytest.param(facts, marks=() if i in plain else pytest.mark.long, id="-".join(str(facts[n]) for n in NAMES))
         for i, facts in enumerate(CASES)
@@ -40,7 +40,7 @@ def cases(*plain):
 
 
 every = cases(*range(len(CASES)))
-# the seed of the backward pass, the sum of weights of a loss and a loss that a variable holds
+# the backward seed, the sum of loss weights and a loss that a variable references
 SCALARS = 3 * 4
 
 
@@ -49,58 +49,59 @@ def row(name, facts):
 
 
 def statistics(facts):
-    """On a CPU layer norm keeps mean and deviation in the format of its input, on a GPU in fp32 as declared.
+    """On a CPU, layer norm saves mean and deviation in its input's dtype; the declaration has fp32, as on a GPU.
 
-    Of layers that are computed again there are none at the loss, which holds the peak.
+    At the loss, which determines the peak, no recomputed layer is live.
     """
     norms = 1 if facts["checkpoint"] else 2 * facts["layers"] + 1
     return -2 * norms * facts["b"] * facts["s"] * 2 if facts["precision"] == "bf16" else 0
 
 
 def wide_masks(facts):
-    """On a CPU a dropout mask has the format of its input, on a GPU a byte an element as declared."""
+    """On a CPU, a dropout mask has its input's dtype; the declaration has one byte per element, as on a GPU."""
     if not facts["dropout"] or facts["checkpoint"]:
         return 0
     squares, rows = facts["b"] * facts["h"] * facts["s"] ** 2, facts["b"] * facts["s"] * facts["d"]
-    return facts["layers"] * (squares + 2 * rows)  # 2 bytes for 1
+    return facts["layers"] * (squares + 2 * rows)  # 2 bytes, not 1
 
 
 def random_states(facts):
-    """A checkpoint keeps the state of the generator, outside fake tensors and, on a GPU, on the host."""
+    """A checkpoint saves the RNG state, except with fake tensors; on a GPU it is on the host."""
     return facts["layers"] * torch.get_rng_state().nbytes if facts["checkpoint"] else 0
 
 
 @cases(1, 5, 8, 10)
-def test_peak_of_a_step(facts):
+def test_step_peak_equals_fake_tensors(facts):
     named = statistics(facts) + wide_masks(facts)
     ours = predictions.peak_above(row("train_step", facts), "cpu", "exact")
     assert 0 <= tracked_step(facts) - ours - named <= SCALARS
 
 
 @every
-def test_peak_of_a_forward_pass(facts):
+def test_forward_peak_equals_fake_tensors(facts):
     ours = predictions.peak_above(row("forward", facts), "cpu", "exact")
     assert 0 <= tracked_forward(facts) - ours <= SCALARS
 
 
 @pytest.mark.parametrize("facts", [CASES[1], CASES[8]], ids=["fp32", "bf16-mixed"])
-def test_peak_in_blocks_of_an_allocator(facts):
-    # scalars take a block each
+def test_peak_in_allocator_blocks(facts):
+    # each scalar takes a block
     for name, tracked in (("train_step", tracked_step), ("forward", tracked_forward)):
         ours = predictions.peak_above(row(name, facts), "cpu")
         assert 0 <= tracked(facts, predictions.BLOCK) - ours <= SCALARS // 4 * predictions.BLOCK
 
 
 @every
-def test_bytes_that_a_real_step_takes(facts):
+def test_real_step_peak_matches_prediction(facts):
     named = statistics(facts) + wide_masks(facts) + random_states(facts)
     ours = predictions.peak_above(row("train_step", facts), "cpu", "exact")
     assert abs(measured_step(facts) - ours - named) <= 64
 
 
-def test_variables_of_a_block_that_is_computed_again():
-    # with few words a block holds the peak: while it runs again, variables name q, k, v, what attention makes of them,
-    # and under autocast what the first norm returns, in fp32; the product reads copies and a converted tensor
+def test_recomputed_block_variables_bound_the_error():
+    # with a small vocabulary a block determines the peak: during recomputation, variables reference q, k, v, the
+    # attention output and, under autocast, the fp32 result of the first norm; the matmul reads copies and a converted
+    # tensor
     facts = {**CASES[10], "v": 53, "dropout": 0.0}
     ours = predictions.peak_above(row("train_step", facts), "cpu", "exact")
     variables = (4 * 2 + 4) * facts["b"] * facts["s"] * facts["d"]
@@ -108,5 +109,5 @@ def test_variables_of_a_block_that_is_computed_again():
 
 
 @cases(5, 8, 11)
-def test_flops(facts):
+def test_step_flops_equal_torchs_counter(facts):
     assert predictions.counted(row("train_step", facts), "cpu") == counted_step(facts)

@@ -1,4 +1,4 @@
-"""The reader of raw records: what it does not know it refuses, by name."""
+"""The reader of raw records rejects unknown contents by name."""
 
 import json
 from pathlib import Path
@@ -31,19 +31,19 @@ def without(case, *keys, **more):
     return {k: v for k, v in case.items() if k not in keys} | more
 
 
-def test_a_step_and_its_forward_pass_are_two_rows():
-    found = record(MATMUL, STEP)
-    assert [r.name for r in found.rows] == ["matmul", "train_step", "forward"]
-    assert found.rows[1].facts == found.rows[2].facts
-    assert (found.device, found.rows[1].parameters, found.rows[2].flops) == ("cpu", 11, 1)
+def test_step_and_forward_pass_are_two_rows():
+    parsed = record(MATMUL, STEP)
+    assert [r.name for r in parsed.rows] == ["matmul", "train_step", "forward"]
+    assert parsed.rows[1].facts == parsed.rows[2].facts
+    assert (parsed.device, parsed.rows[1].parameters, parsed.rows[2].flops) == ("cpu", 11, 1)
 
 
-def test_a_gpu_has_bytes():
-    found = record({**MATMUL, **BYTES}, environment=CUDA)
-    assert (found.device, found.rows[0].memory["peak_above_baseline"]) == ("cuda", 6)
+def test_gpu_rows_have_memory():
+    parsed = record({**MATMUL, **BYTES}, environment=CUDA)
+    assert (parsed.device, parsed.rows[0].memory["peak_above_baseline"]) == ("cuda", 6)
 
 
-def test_a_case_that_the_device_refused_keeps_what_it_said():
+def test_failed_cases_keep_the_error():
     (row,) = record(without(MATMUL, "flops", *TIMES, error="OutOfMemoryError: 1 GiB")).rows
     assert (row.error, row.flops, row.times) == ("OutOfMemoryError: 1 GiB", None, {})
 
@@ -74,14 +74,14 @@ def test_a_case_that_the_device_refused_keeps_what_it_said():
         (MATMUL, {**CPU, "date": "yesterday"}, "Invalid isoformat string: 'yesterday'"),
     ],
 )
-def test_anything_else_is_refused(case, environment, said):
+def test_malformed_cases_are_refused(case, environment, said):
     with pytest.raises(ValueError, match=r"r\.json: ") as error:
         record(case, environment=environment)
     assert said in str(error.value)
 
 
 @each("text", ["[]", "{", '{"environment": {}}', '{"environment": {"device": "cpu"}, "cases": []}'])
-def test_what_is_no_record_is_refused(text):
+def test_non_records_are_refused(text):
     with pytest.raises(ValueError, match=r"r\.json: "):
         parse(text, Path("r.json"))
 
@@ -97,12 +97,12 @@ def test_what_is_no_record_is_refused(text):
         ("[]", True),
     ],
 )
-def test_what_is_broken_is_not_passed_over(text, raw):
+def test_broken_files_count_as_raw_records(text, raw):
     assert is_raw(text) == raw
 
 
 def test_all_records_are_read():
-    found = raw_records()
-    assert found
-    assert {r.path.parent for r in found} == {FOLDER}
-    assert all(r.path.name in (FOLDER / "README.md").read_text() for r in found)
+    records = raw_records()
+    assert records
+    assert {r.path.parent for r in records} == {FOLDER}
+    assert all(r.path.name in (FOLDER / "README.md").read_text() for r in records)

@@ -1,4 +1,4 @@
-"""Peak of a step in which hooks of torch update each parameter as soon as its gradient is accumulated."""
+"""Peak of a step in which torch hooks update each parameter as soon as its gradient is accumulated."""
 
 import warnings
 from contextlib import nullcontext
@@ -10,7 +10,7 @@ from tracked import setting
 
 
 def hooked(module, make):
-    """One optimizer a parameter, whose step ends with the gradient given up: what torchtune does."""
+    """Attach one optimizer per parameter and free the gradient after its step, as torchtune does."""
     optimizers = {p: make([p]) for p in module.parameters()}
 
     def hook(param):
@@ -23,16 +23,16 @@ def hooked(module, make):
 
 
 def hooked_peak(make, name, sizes, B, S, dtype="fp32", again=None, kernel="eager"):
-    """Bytes at the peak as MemTracker has them: nothing is computed."""
+    """Return the peak bytes from MemTracker on fake tensors."""
     attention = plain_models.flash() if kernel == "flash" else nullcontext()
     with FakeTensorMode(), attention, plain_models.checkpointed(again):
         module, _, ids, targets = setting(name, sizes, B, S, dtype, "foreach")
         tracker = MemTracker()
         tracker.track_external(module, ids, targets, *hooked(module, make))
         with tracker, warnings.catch_warnings():
-            # a gradient that is none is looked at after each step
+            # the tracker looks up gradients after each step, though they are None
             warnings.filterwarnings("ignore", "Expected a tensor or a traceable wrapper-subclass", UserWarning)
-            plain_models.loss_of(module, ids, targets).backward()  # its updates make the state
+            plain_models.loss_of(module, ids, targets).backward()  # creates the optimizer states
             tracker.reset_mod_stats()
             plain_models.loss_of(module, ids, targets).backward()
         (found,) = tracker.get_tracker_snapshot("peak").values()

@@ -1,7 +1,7 @@
-"""GPT-2, Llama and a perceptron as plain torch modules, written as transformers writes them, with eager attention.
+"""GPT-2, Llama and an MLP as plain torch modules, written as in transformers, with eager attention.
 
-Heads of keys and values are repeated, positions are rotated by halves, and the mask is a tensor that is added. A root
-mean square is taken in one op, as torch's kernel for CUDA does: on a CPU torch takes it apart.
+Key-value heads are repeated, rotary positions rotate halves, and an additive mask is a tensor. RMSNorm is one op, as
+torch's CUDA kernel; on a CPU torch decomposes it.
 """
 
 from collections import Counter
@@ -15,13 +15,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 
 def hidden_keys(x):
-    """Mask of shape (1, 1, S, S) to be added: the least number where the key comes after the query."""
+    """Return an additive mask (1, 1, S, S), with the minimum value where the key comes after the query."""
     size = x.shape[1]
     return torch.full((1, 1, size, size), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)
 
 
 def repeated(x, count):
-    """Repeat each head, as `repeat_kv`."""
+    """Repeat each head, like `repeat_kv`."""
     if count == 1:
         return x
     b, g, t, k = x.shape
@@ -82,7 +82,7 @@ class RMSNorm(nn.Module):
 
 
 class RMSNormInSteps(RMSNorm):
-    """`LlamaRMSNorm`: an op each."""
+    """`LlamaRMSNorm` as separate ops."""
 
     def forward(self, x):
         wide = x.to(torch.float32)
@@ -232,7 +232,7 @@ class Perceptron(nn.Module):
 
 
 def loss_of(module, ids, targets):
-    """Cross-entropy as transformers has it, without shifting: logits of all positions side by side."""
+    """Return cross-entropy as in transformers, without shifting: logits of all positions are flattened."""
     logits = module(ids)
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
@@ -242,12 +242,12 @@ def attend_in_one_kernel(q, k, v, mask, p=0.0):
 
 
 def no_mask(x):
-    """Not a `Mock`, which keeps what it is called with."""
+    """Replaces the mask function; a `Mock` would keep its call arguments."""
 
 
 @contextmanager
 def flash():
-    """Attend in one kernel that needs no mask."""
+    """Attend in one kernel without a mask tensor."""
     with (
         mock.patch(f"{__name__}.attend", attend_in_one_kernel),
         mock.patch(f"{__name__}.hidden_keys", no_mask),
@@ -260,7 +260,7 @@ def _again(function, **more):
 
 
 def _saving(every):
-    """Attention is saved, and of each layer's products the first of every so many, as torchtitan counts them."""
+    """Save attention, and every n-th matmul of a layer, as torchtitan counts them."""
     counts = Counter()
 
     def policy(context, op, *arguments, **more):
@@ -275,9 +275,9 @@ def _saving(every):
 
 @contextmanager
 def checkpointed(again):
-    """Compute again in the backward pass: `layers`, the `core` of attention, or nothing.
+    """Recompute `layers`, the `core` of attention, or nothing in the backward pass.
 
-    Of layers, `products` saves attention and all products, `products 2` every other one.
+    In layers, `products` saves attention and all matmuls, `products 2` every other one.
     """
     if again == "core":
         with mock.patch(f"{__name__}.attend", _again(attend)):

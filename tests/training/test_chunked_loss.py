@@ -1,4 +1,4 @@
-"""Cross-entropy in chunks: memory and FLOPs of a step beside torch's, and what is refused."""
+"""Chunked cross-entropy: memory and FLOPs of a step against torch, and refusals."""
 
 import pytest
 from shared import load, training_step
@@ -20,7 +20,7 @@ def declared(again, *, bias=False, chunks=N):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_are_those_of_all_positions_together(bias):
+def test_chunked_matmul_flops_match_unchunked(bias):
     sizes = {"B": 3, "S": S, "D": D}
     whole, parts, again = (
         cg.matmul_flops(declared(how, bias=bias, chunks=n), **sizes)
@@ -31,16 +31,16 @@ def test_products_are_those_of_all_positions_together(bias):
     assert cg.param_count(declared(False, bias=bias), **sizes) == D * D + D * V + V * bias
 
 
-def test_of_what_is_computed_again_one_chunk_is_there():
+def test_only_one_recomputed_chunk_is_live():
     sizes = {"B": 3, "S": 7 * 11, "D": 2}
-    row = 4 * 3 * 11 * V  # fp32: logits of a chunk of 11 positions
+    row = 4 * 3 * 11 * V  # fp32 logits for a chunk of 11 positions
     peaks = [cg.peak_memory(declared(again, chunks=7), **sizes) for again in (False, True)]
     assert peaks[0] > 7 * row
     assert peaks[1] < 4 * row
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma-2-2b", "falcon-7b"])  # a tied head, a cap behind it, a tied view
-def test_heads_of_the_zoo_go_into_the_loop(name):
+@pytest.mark.parametrize("name", ["gpt2", "gemma-2-2b", "falcon-7b"])  # a tied head, a softcap, a tied view
+def test_zoo_heads_move_into_chunk_loop(name):
     model = load(name)
     step = cg.training_step(model, cg.chunked_cross_entropy(3))
     for question in (cg.matmul_flops, cg.param_count):
@@ -54,9 +54,9 @@ def test_heads_of_the_zoo_go_into_the_loop(name):
         (lambda: cg.peak_memory(declared(False, chunks=2), B=1, S=55, D=2), BindingError,
          "S=55: axis 2 of 'parts' has size S/2 = 55/2, expected a positive whole number"),
         (lambda: training_step(load("bert-base"), cg.chunked_cross_entropy(2)), UnsupportedError,
-         "of 2 outputs, expected logits alone"),
+         "of 2 outputs, expected only logits"),
         (lambda: training_step(load("dit-xl-2"), cg.chunked_cross_entropy(2)), UnsupportedError,
-         "expected one product with a parameter and pointwise ops behind it, which nothing else reads"),
+         "does not come from one matmul with a parameter, followed by pointwise ops"),
     ],
 )  # fmt: skip
 def test_refused(call, error, text):
@@ -90,7 +90,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_step_is_that_of_torch(again):
+def test_step_matches_torch(again):
     graph, dims = declared(again), {"B": B, "S": S, "D": D}
     with FakeTensorMode():
         module = Model()
@@ -110,5 +110,5 @@ def test_a_step_is_that_of_torch(again):
             step()
         (found,) = tracker.get_tracker_snapshot("peak").values()
     assert cg.matmul_flops(graph, **dims) == counter.get_total_flops()
-    # gradients of all chunks lie in one stack from the first one on, torch has them one by one and joins them
+    # our chunk gradients share one stack from the start; torch concatenates them at the end
     assert -64 <= cg.peak_memory(graph, **dims) - found["Total"] <= (N - 1) * 4 * (S // N) * D

@@ -1,4 +1,4 @@
-"""Gradients of a micro-batch that wait until its backward pass is over, beside a program of torch that lets them."""
+"""Gradient accumulation deferred until after the backward pass, against a torch program that defers it."""
 
 import warnings
 from collections import Counter
@@ -24,9 +24,9 @@ WIDE = {"D": 131, "F": 1031, "L": 7, "C": 13}
 
 
 class Accumulator:
-    """Sums in fp32 of gradients in bf16, and copies in fp32 that are updated: `FP32GradientAccumulator` of nanotron.
+    """Accumulate bf16 gradients in fp32 and update fp32 copies, like nanotron's `FP32GradientAccumulator`.
 
-    It adds all gradients behind the backward pass; with `at_once`, each by a hook of its parameter as it is made.
+    It accumulates after the backward pass; with `at_once`, a hook per parameter accumulates as gradients are computed.
     """
 
     def __init__(self, module, at_once):
@@ -62,7 +62,7 @@ class Accumulator:
 
 
 def tracked_peak(sizes, B, times, at_once):
-    """Bytes at the peak of the second step, as MemTracker has them: nothing is computed."""
+    """Return the peak bytes of the second step from MemTracker on fake tensors."""
     with FakeTensorMode():
         module, _, ids, targets = setting("mlp", sizes, B * times, 0, "bf16", "foreach")
         sums = Accumulator(module, at_once)
@@ -100,15 +100,15 @@ def declared(times, defer, implementation="fused", **options):
     ("sizes", "B"),
     [pytest.param(MLP, 3, marks=pytest.mark.long), (WIDE, 2), pytest.param(MLP, 997, marks=pytest.mark.long)],
 )
-def test_peak_is_that_of_a_program_with_such_an_accumulator(sizes, B, defer, times):
+def test_deferred_peak_matches_torch_accumulator(sizes, B, defer, times):
     peak = cg.peak_memory(declared(times, defer), **sizes, B=B)
     assert tracked_peak(sizes, B, times, at_once=not defer) == peak + (2 if times == 1 else 0)  # its loss
 
 
-def test_all_gradients_are_there_beside_what_they_are_added_to():
+def test_deferred_gradients_are_live_beside_accumulators():
     late, soon = (cg.peak_memory(declared(3, defer), **WIDE, B=2) for defer in (True, False))
     layers, inner = WIDE["L"], WIDE["F"]
-    # at its most, where gradients are added as they are made, there is that of one layer, and what is made on the way
+    # immediate accumulation holds at most one layer's gradients, plus intermediates
     assert late - soon > 2 * (layers - 1) * inner * inner
 
 
@@ -117,7 +117,7 @@ B, D, F, K, L = cg.dims("B D F K L")
 
 @pytest.fixture(scope="module")
 def stack():
-    """Layers, a parameter that they share, one that is used twice, and one outside."""
+    """Layers, a shared parameter, a parameter that is used twice, and one outside the stack."""
     with cg.Graph("stack", dtype="bf16") as g:
         x = g.input("x", (B, D))
         shared, twice = g.param("shared", (D,)), g.param("twice", (D, D))
@@ -135,7 +135,7 @@ SIZES = {"B": 2, "D": 3, "K": 5, "L": 4}
 
 @pytest.mark.parametrize("checkpoint", [None, cg.every_block()], ids=["kept", "block"])
 @pytest.mark.parametrize("times", [1, 3])
-def test_parameters_and_costs_are_those_of_sums_as_gradients_are_made(stack, times, checkpoint):
+def test_deferred_accumulation_matches_immediate_accumulation(stack, times, checkpoint):
     soon, late = (
         cg.training_step(
             stack, precision="megatron-bf16", accumulate=times, checkpoint=checkpoint, defer_accumulation=flag
@@ -159,12 +159,12 @@ def test_parameters_and_costs_are_those_of_sums_as_gradients_are_made(stack, tim
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("times", [1, 3])
-def test_ranks_reduce_what_is_kept_once(times, zero):
-    """Messages of a rank are the same: sums in fp32, one for each parameter of each layer, behind the last pass."""
+def test_ranks_reduce_accumulated_gradients_once(times, zero):
+    """Ranks send the same messages: fp32 sums, one per parameter and layer, after the last pass."""
     sums = []
     for defer in (False, True):
         step = declared(times, defer)
-        rank = cg.parallelize(step, dp=2, zero=zero, reduce_each=False)
+        rank = cg.parallelize(step, dp=2, zero=zero, reduce_every_microbatch=False)
         sums.append(Counter((m.collective, m.axis, m.times, m.bytes) for m in cg.communication(rank)))
     assert sums[0] == sums[1]
 
@@ -176,12 +176,12 @@ def test_ranks_reduce_what_is_kept_once(times, zero):
         (
             {"defer_accumulation": True, "precision": "bf16"},
             (
-                "training_step: defer_accumulation beside precision 'bf16', which keeps gradients as they are made; "
-                "expected one that keeps wider ones, such as megatron-bf16"
+                "training_step: defer_accumulation needs gradients in a wider format than they are computed in, which "
+                "precision 'bf16' does not keep; expected a policy such as megatron-bf16"
             ),
         ),
     ],
 )
-def test_what_it_cannot_be_asked_for(stack, options, text):
+def test_unsupported_deferred_accumulation_is_refused(stack, options, text):
     with pytest.raises(GraphError, match=text):
         cg.training_step(stack, **options)

@@ -1,4 +1,4 @@
-"""Frozen parameters of models of the zoo: memory and FLOPs of a step beside torch's with `requires_grad_(False)`."""
+"""Frozen parameters in zoo models: memory and FLOPs of a step against torch with `requires_grad_(False)`."""
 
 import pytest
 from shared import load, training_step
@@ -19,16 +19,16 @@ FEW = {**GPT2, "L": 2}
 
 
 def mask_and_copied_values(name, sizes, B, S, dtype):
-    """The mask is a tensor of torch's, and a batched product copies the values; both are there in the forward pass."""
+    """torch stores the mask as a tensor, and its batched matmul copies the values; both live in the forward pass."""
     return 4 * S * S + 4 * B * S * sizes["D"]
 
 
 def first_norm(name, sizes, B, S, dtype):
-    """torch keeps the first norm's input and statistics, though the gradient of its bias reads neither."""
+    """torch saves the first norm's input and statistics, though the bias gradient reads neither."""
     return 4 * B * S * sizes["D"] + 2 * 4 * B * S
 
 
-# model, sizes, batch, length, what is asked here, which of torch's parameters are trained by it, what torch has more
+# model, sizes, batch, length, our options, the selection of trained torch parameters, torch's extra bytes
 CASES = {
     "head": ("mlp", MLP, 3, 0, {"trainable": "head"}, lambda n: n.startswith("head"), []),
     "first": ("mlp", MLP, 3, 0, {"trainable": "first"}, lambda n: n.startswith("first"), []),
@@ -39,12 +39,12 @@ CASES = {
     "perceptrons": ("llama-2-7b", {**LLAMA, "L": 2}, 3, 59, {"freeze": ["layers/mlp", "tokens", "head"]},
                     lambda n: not any(part in n for part in ("mlp", "tokens", "head")), [angles]),
 }  # fmt: skip
-# Numbers that come and go: the seed of the backward pass, the weight of a loss, one an optimizer makes.
+# Transient scalars: the backward seed, a loss weight, one in the optimizer.
 SCALARS = 20
 
 
 def frozen(name, sizes, B, S, trained):
-    """A module of which some parameters are trained, and an optimizer of these."""
+    """Build a module with some trained parameters, and their optimizer."""
     module, _, ids, targets = setting(name, sizes, B, S, "fp32", "foreach")
     for key, p in module.named_parameters():
         p.requires_grad_(trained(key))
@@ -57,15 +57,15 @@ def declared(name, sizes, B, S, options):
     return graph, {**sizes, "B": B, **({} if name == "mlp" else {"S": S})}
 
 
-#: A real step of a transformer takes seconds: those are long.
+#: A real transformer step takes seconds, so those cases are long.
 MARKED = [pytest.param(case, marks=() if CASES[case][0] == "mlp" else pytest.mark.long) for case in CASES]
 
 
 @pytest.mark.parametrize("case", MARKED)
-def test_peak_is_that_of_torch_but_for_named_differences(case):
+def test_frozen_peak_matches_torch_up_to_named_differences(case):
     name, sizes, B, S, options, trained, differences = CASES[case]
     parts = frozen(name, sizes, B, S, trained)
-    step(*parts)  # which makes the state
+    step(*parts)  # creates the optimizer state
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step(*parts)
     live = most = 0
@@ -73,14 +73,14 @@ def test_peak_is_that_of_torch_but_for_named_differences(case):
         live += event.nbytes() if event.name() == "[memory]" else 0
         most = max(most, live)
     graph, dims = declared(name, sizes, B, S, options)
-    found = cg.timeline(graph, **dims)
-    there = sum(found.by_role.get(role, 0) for role in ("param", "state", "input", "buffer"))
+    line = cg.timeline(graph, **dims)
+    there = sum(line.by_role.get(role, 0) for role in ("param", "state", "input", "buffer"))
     named = sum(difference(name, sizes, B, S, "fp32") for difference in differences)
-    assert abs(most - (found.peak - there) - named) <= SCALARS
+    assert abs(most - (line.peak - there) - named) <= SCALARS
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_flops_are_those_of_torch(case):
+def test_frozen_flops_match_torch(case):
     name, sizes, B, S, options, trained, _ = CASES[case]
     with FakeTensorMode():
         parts = frozen(name, sizes, B, S, trained)
@@ -90,12 +90,12 @@ def test_flops_are_those_of_torch(case):
     assert cg.matmul_flops(graph, **dims) == counter.get_total_flops()
 
 
-def test_only_what_is_trained_has_gradients_and_state():
+def test_frozen_parameters_have_no_gradients_or_state():
     model = load("gpt2")
     step = cg.training_step(model, trainable="layers/*/ffw1")
     trained = 12 * (768 * 3072 + 3072)
     each = cg.state_bytes(step)
-    # zoo models are in bf16, and so are gradients and both moments
+    # zoo models are in bf16, as are gradients and both moments
     assert (each.params, each.gradients, each.state) == (2 * cg.param_count(model), 2 * trained, 4 * trained)
     assert {t.name.split("/")[2] for t in step.gradients} == {"ffw1"}
 
@@ -103,13 +103,13 @@ def test_only_what_is_trained_has_gradients_and_state():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"freeze": "layer/*"}, r"freeze 'layer/\*' is no parameter or scope, expected some of tokens/table"),
-        ({"trainable": ["norm", "head"]}, "trainable 'head' is no parameter or scope"),
-        ({"trainable": "norm", "freeze": "layers"}, "freeze beside trainable, expected one of the two"),
+        ({"freeze": "layer/*"}, r"freeze 'layer/\*' matches no parameter or scope, expected some of tokens/table"),
+        ({"trainable": ["norm", "head"]}, "trainable 'head' matches no parameter or scope"),
+        ({"trainable": "norm", "freeze": "layers"}, "freeze together with trainable, expected only one of them"),
         ({"freeze": []}, r"freeze \[\], expected names or scopes"),
         ({"freeze": 3}, "freeze is 3|freeze 3, expected names or scopes"),
         ({"freeze": [""]}, "expected names or scopes"),
-        ({"freeze": "*"}, "no parameter of graph 'gpt2' wants a gradient, expected one"),
+        ({"freeze": "*"}, "no parameter of graph 'gpt2' requires a gradient; expected at least one"),
     ],
 )
 def test_refused(options, text):

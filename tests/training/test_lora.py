@@ -1,4 +1,4 @@
-"""Adapters of low rank: parameters and FLOPs by hand, a step's memory and FLOPs beside modules as PEFT makes them."""
+"""LoRA: parameters and FLOPs by hand, and memory and FLOPs of a step against modules built as in PEFT."""
 
 import pytest
 from shared import load
@@ -17,20 +17,20 @@ def layer():
     return g
 
 
-def test_a_layer_has_two_products_more_and_what_is_frozen_has_no_gradient():
+def test_lora_adds_two_matmuls_and_frozen_weights_have_no_gradient():
     g = cg.lora(layer(), R)
     sizes = {"B": B, "S": S, "D": D}
     assert cg.param_count(g, **sizes) == 2 * D * F + F + 2 * R * (D + F)
     whole, thin = 2 * B * S * D * F, 2 * B * S * R * (D + F)
     assert cg.matmul_flops(g, **sizes) == 2 * (whole + thin)
     step = cg.training_step(g, optimizer=cg.SGD())
-    # of the frozen products those by the second weight alone lead to a trained one; adapters have both gradients but
-    # for that of the input
+    # Frozen layers only need the input gradient through the second weight, which leads to a trained one; adapters need
+    # both gradients, except the first input's.
     assert cg.matmul_flops(step, **sizes) == 3 * whole + 2 * thin + 2 * thin + thin + 2 * B * S * R * F
     assert {t.name for t in step.gradients} == {f"{n}/lora_{m}" for n in ("first", "second") for m in "ab"}
 
 
-def test_what_is_chosen_and_what_else_is_trained():
+def test_target_modules_and_additional_trained_parameters():
     g = cg.lora(layer(), R, "first", trainable="second")
     assert {t.name for t in g.params if "lora" in t.name} == {"first/lora_a", "first/lora_b"}
     assert {t.name for t in g.params if t.requires_grad} == {"first/lora_a", "first/lora_b", "second/weight"}
@@ -38,7 +38,7 @@ def test_what_is_chosen_and_what_else_is_trained():
     assert sum(op.kind.name == "dropout" for op in dropped.walk()) == 2
 
 
-def test_weights_are_quantized_and_adapters_are_not():
+def test_base_weights_are_quantized_but_adapters_are_not():
     made = cg.lora(load("llama-3-8b"), 8)
     g = cg.quantize(made, "nf4_double", skip=["head", "lora_a", "lora_b"])
     thin = 8 * 32 * (4 * 4096 + 2 * (4096 + 1024) + 2 * 4096 - 4096 * 2 + 3 * (4096 + 14336))
@@ -51,8 +51,8 @@ def test_weights_are_quantized_and_adapters_are_not():
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: cg.lora(layer(), R, "third"), GraphError, "on 'third' is no parameter or scope, expected some of"),
-        (lambda: cg.lora(layer(), R, trainable=["x"]), GraphError, "lora: trainable 'x' is no parameter or scope"),
+        (lambda: cg.lora(layer(), R, "third"), GraphError, "on 'third' matches no parameter or scope, expected some"),
+        (lambda: cg.lora(layer(), R, trainable=["x"]), GraphError, "lora: trainable 'x' matches no parameter or scope"),
         (lambda: cg.lora(layer(), 0), ShapeError, "lora: rank: 0, expected a positive integer"),
         (lambda: cg.lora(layer(), R, dropout=1), GraphError, "dropout is 1, expected a number of at least 0"),
         (lambda: cg.lora(layer(), R, alpha=0), GraphError, "alpha is 0, expected a number above 0"),
@@ -64,18 +64,18 @@ def test_refused(call, error, text):
         call()
 
 
-def test_a_kernel_that_does_more_is_refused():
+def test_kernel_with_other_ops_is_refused():
     b, d = cg.dims("B D")
     with cg.Graph("g") as g:
         x, w = g.input("x", (b, d)), g.param("w", (d, 7))
         with cg.kernel("both"):
             y = cg.relu(cg.einsum(x, w, "b d, d f -> b f"))
         g.output(y)
-    with pytest.raises(UnsupportedError, match="is in a kernel that does more than add to its product"):
+    with pytest.raises(UnsupportedError, match="is in a kernel that does more than add to its result"):
         cg.lora(g)
 
 
-# -- beside torch ----------------------------------------------------------------------------------------------------
+# -- against torch ---------------------------------------------------------------------------------------------------
 
 torch = pytest.importorskip("torch")
 from test_training_memory import LLAMA, MLP, angles  # noqa: E402
@@ -86,7 +86,7 @@ from tracked import setting, step  # noqa: E402
 
 
 class Adapted(torch.nn.Module):
-    """A linear layer as peft.tuners.lora.Linear runs it (layer.py, forward)."""
+    """A linear layer that runs as peft.tuners.lora.Linear does (layer.py, forward)."""
 
     def __init__(self, base):
         super().__init__()
@@ -108,7 +108,7 @@ def adapted(name, sizes, chosen):
     return module, torch.optim.AdamW(kept, foreach=True), ids, targets
 
 
-#: Model, sizes, what it is asked with, and which of torch's linear layers have adapters by it.
+#: Model, sizes, our options, and the selection of torch linear layers with adapters.
 CASES = {
     "mlp": ("mlp", MLP, "layers", lambda name: name.startswith("layers")),
     "llama": ("llama-2-7b", {**LLAMA, "L": 2}, ["*/attention/[qv]", "*/mlp/down"],
@@ -124,7 +124,7 @@ def declared(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_parameters_and_flops_are_those_of_torch(case):
+def test_lora_parameters_and_flops_match_torch(case):
     name, sizes, _, chosen = CASES[case]
     graph, dims = declared(case)
     with FakeTensorMode():
@@ -136,10 +136,10 @@ def test_parameters_and_flops_are_those_of_torch(case):
 
 
 @pytest.mark.parametrize("case", ["mlp", pytest.param("llama", marks=pytest.mark.long)])  # a real step
-def test_the_peak_is_that_of_torch(case):
+def test_lora_peak_matches_torch(case):
     name, sizes, _, chosen = CASES[case]
     parts = adapted(name, sizes, chosen)
-    step(*parts)  # which makes the state
+    step(*parts)  # creates the optimizer state
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step(*parts)
     live = most = 0
@@ -147,8 +147,8 @@ def test_the_peak_is_that_of_torch(case):
         live += event.nbytes() if event.name() == "[memory]" else 0
         most = max(most, live)
     graph, dims = declared(case)
-    found = cg.timeline(graph, **dims)
-    there = sum(found.by_role.get(role, 0) for role in ("param", "state", "input", "buffer"))
+    line = cg.timeline(graph, **dims)
+    there = sum(line.by_role.get(role, 0) for role in ("param", "state", "input", "buffer"))
     more = angles(name, sizes, B, 59, "fp32") if name != "mlp" else 0
     trained = sum(p.requires_grad for p in parts[0].parameters())
-    assert abs(most - (found.peak - there) - more) <= 20 + 4 * trained  # numbers that come and go, one of each tensor
+    assert abs(most - (line.peak - there) - more) <= 20 + 4 * trained  # transient scalars, one per tensor

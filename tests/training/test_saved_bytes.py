@@ -1,4 +1,4 @@
-"""What the forward pass leaves for the backward pass: Korthikanti et al. 2022 (arXiv 2205.05198), byte by byte."""
+"""Bytes saved for the backward pass, after Korthikanti et al. 2022 (arXiv 2205.05198)."""
 
 from functools import cache
 
@@ -15,7 +15,7 @@ SQUARES = 5 * B * H * S**2
 
 
 def block(x):
-    """Layer of section 4.1: what each part saves, in units of B*S*D, beside it."""
+    """Layer of section 4.1; comments give the bytes that each part saves, in units of B*S*D."""
     y = cg.layer_norm(x, name="attention/norm")  # 2, its input
     qkv = cg.linear(y, "b s d -> b s n h k", n=3, h=H, k=D / H, bias=True, name="attention/kqv")  # 2, its input
     q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.ops.split(qkv, (1, 1, 1), 2))  # 6
@@ -40,11 +40,11 @@ def gpt():
     return g
 
 
-def test_a_layer_saves_what_equation_1_says():
+def test_layer_saved_bytes_match_equation_1():
     assert cg.saved_bytes(training_step(gpt()))["layers"] == 34 * B * S * D + SQUARES + STATISTICS
 
 
-def test_the_lifetimes_of_a_step_say_the_same():
+def test_step_lifetimes_agree_with_saved_bytes():
     step = training_step(gpt())
     backward = {op.name for op in step.walk() if op.phase == "backward"}
 
@@ -55,32 +55,32 @@ def test_the_lifetimes_of_a_step_say_the_same():
     assert sympy.expand(kept(3) - kept(2)) == 34 * B * S * D + SQUARES + STATISTICS
 
 
-def test_computing_the_core_of_attention_again_saves_the_squares():
+def test_recomputing_attention_core_saves_quadratic_terms():
     step = training_step(gpt(), checkpoint=cg.selective("core"))
     assert cg.saved_bytes(step)["layers"] == 34 * B * S * D + STATISTICS
 
 
-def test_computing_all_of_a_layer_again_leaves_its_input():
+def test_recomputing_whole_layer_saves_only_its_input():
     step = training_step(gpt(), checkpoint=cg.every_block())
     assert cg.saved_bytes(step)["layers"] == 2 * B * S * D
 
 
-def test_flops_of_equation_7_and_where_equation_8_counts_more():
+def test_flops_match_equation_7_and_equation_8_overcounts():
     plain, selective = (training_step(gpt(), checkpoint=c) for c in (None, cg.selective("core")))
     model, hardware = (cg.matmul_flops(step, count="full") for step in (plain, selective))
     assert sympy.expand(model - 72 * B * L * S * D**2 * (1 + S / (6 * D) + V / (12 * D * L))) == 0
-    # the scores are computed again; their product with the values is not, as nothing reads what it makes
+    # recomputation repeats the scores, but not their product with the values, as nothing reads its result
     assert sympy.expand(hardware - model) == 2 * B * L * D * S**2
     both = 72 * B * L * S * D**2 * (1 + 2 * S / (9 * D) + V / (12 * D * L))
     assert sympy.expand(hardware + 2 * B * L * D * S**2 - both) == 0
-    # equation 8 charges twice as much for attention as equation 7, a third more is what is computed
+    # equation 8 charges twice as much for attention as equation 7; a third more is recomputed
     printed = 72 * B * L * S * D**2 * (1 + S / (3 * D) + V / (12 * D * L))
     assert sympy.expand(printed - both) == 8 * B * L * D * S**2
 
 
 @pytest.mark.parametrize("checkpoint", [None, cg.every_block(), cg.every(2), cg.selective("attention/softmax", "mlp")])
 @pytest.mark.parametrize(("name", "kernel"), [("gpt2", "eager"), ("llama-3-8b", "flash")])
-def test_all_that_is_saved_is_what_lives_between_the_passes(name, kernel, checkpoint):
+def test_saved_bytes_match_live_activations_between_passes(name, kernel, checkpoint):
     step = training_step(load(name, attention=kernel, dropout=0.1, symbolic=True), checkpoint=checkpoint)
     found = cg.saved_bytes(step)
     times = {op.name: op.kind.count.expr for op in step.walk() if op.loop is not None}
@@ -91,7 +91,7 @@ def test_all_that_is_saved_is_what_lives_between_the_passes(name, kernel, checkp
 
 
 def between_the_passes(step):
-    """Bytes of activations that are there when the backward pass begins."""
+    """Return the activation bytes at the start of the backward pass."""
     from costgraph.analysis.liveness import play
 
     program = play(step)
@@ -104,18 +104,18 @@ def between_the_passes(step):
     return sympy.expand(sum(alive))
 
 
-def test_a_micro_batch_is_saved_at_a_time():
+def test_only_one_micro_batch_is_saved_at_a_time():
     model = load("gpt2", symbolic=True)
     once, thrice = (cg.saved_bytes(training_step(model, accumulate=n)) for n in (1, 3))
     assert thrice == {"": 0, "microbatches": once[""], "layers": once["layers"]}
 
 
-def test_a_graph_without_a_backward_pass_is_refused():
+def test_forward_graph_is_refused():
     with pytest.raises(cg.GraphError, match="saved_bytes: graph 'gpt2' has no backward pass"):
         cg.saved_bytes(load("gpt2"))
 
 
-def test_sizes_are_bound():
+def test_saved_bytes_bind_sizes():
     step = training_step(gpt())
     sizes = {"B": 2, "S": 3, "D": 10, "H": 5}
     assert cg.saved_bytes(step, **sizes)["layers"] == 34 * 60 + 5 * 2 * 5 * 9 + 16 * 6
@@ -126,9 +126,9 @@ def test_sizes_are_bound():
 
 
 @pytest.mark.parametrize(("act", "held"), [(cg.tanh, True), (lambda x: -x, False)])
-def test_what_a_block_captures_is_held_to_its_end_where_anything_calls_it_again(act, held):
-    # a weak reference says the same of torch's checkpoint: the mask dies behind the forward pass where no op of the
-    # block saves a tensor, so that no hook names the block's frame, else where the gradient leaves the block
+def test_captured_tensors_live_until_recomputed_block_ends(act, held):
+    # A weak reference shows the same for torch's checkpoint: the mask dies after the forward pass if no op of the block
+    # saves a tensor, as no hook then refers to the block's frame; otherwise it dies when the gradient leaves the block.
     B, D = cg.dims("B D")
     with cg.Graph("g") as g:
         with cg.scope("mask"):

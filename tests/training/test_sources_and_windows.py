@@ -1,4 +1,4 @@
-"""What a step does with inputs that want a gradient, with poolings, and with parts that one tensor was cut into."""
+"""Training steps with input gradients, poolings, and splits."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import costgraph as cg
 B, C, D, L = cg.dims("B C D L")
 
 
-def test_an_input_that_wants_a_gradient_is_no_parameter():
+def test_input_with_gradient_is_no_parameter():
     def model(grad):
         with cg.Graph("g") as g:
             y = cg.linear(g.input("x", (B, D), grad=grad), "b d -> b e", e=D)
@@ -34,18 +34,18 @@ def pooled(depth=None):
     return g
 
 
-def test_a_pooling_keeps_its_input_and_where_its_maxima_stand():
+def test_max_pooling_saves_input_and_indices():
     layer = 64 * B * C
-    # the input of the convolution is one of the graph; that of the pooling is kept for its shape
+    # the convolution reads the graph input; the pooling input is saved for its shape
     assert cg.saved_bytes(cg.training_step(pooled()))[""] == 4 * layer + 8 * layer
     assert cg.saved_bytes(cg.training_step(pooled(L)))["layers"] == 4 * layer + 4 * layer + 8 * layer
     again = cg.training_step(pooled(L), checkpoint=cg.every_block())
     assert cg.saved_bytes(again)["layers"] == 4 * layer
     forward = next(op for op in pooled().ops if op.kind.name == "pool")
-    assert len(forward.results) == 1  # without a backward pass nobody asks
+    assert len(forward.results) == 1  # without a backward pass no op reads indices
 
 
-def test_gradient_of_a_pooling_in_numbers():
+def test_pooling_gradient_values():
     torch = pytest.importorskip("torch")
     from costgraph.testing.interpreter import run
 
@@ -55,13 +55,13 @@ def test_gradient_of_a_pooling_in_numbers():
         g.output(cg.reduce(y * y, "b c h w -> ", "sum"))
     step = cg.backward(g)
     values = np.random.default_rng(0).permutation(210).reshape(2, 3, 7, 5).astype(float)
-    found = run(step, {"x": values})
+    result = run(step, {"x": values})
     theirs = torch.tensor(values, requires_grad=True)
     (torch.nn.functional.max_pool2d(theirs, 3, 2, 1) ** 2).sum().backward()
-    assert np.allclose(found.gradients["x"], theirs.grad.numpy())
+    assert np.allclose(result.gradients["x"], theirs.grad.numpy())
 
 
-def test_gradients_of_the_parts_of_a_split_are_joined_in_its_scope():
+def test_split_gradients_are_concatenated_in_its_scope():
     def layer(x):
         with cg.scope("half"):
             a, b = cg.ops.split(x, (D, D))

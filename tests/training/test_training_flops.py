@@ -1,4 +1,4 @@
-"""FLOPs of a step: torch's counter to the last digit, and 6ND as the leading term of what is derived."""
+"""FLOPs of a step: exact agreement with torch's counter, and 6ND as the leading term."""
 
 import pytest
 import sympy
@@ -30,7 +30,7 @@ BATCHES = [(2, 17), (5, 13), (1, 19)]
 
 
 def counted(name, sizes, B, S, again=None):
-    """FLOPs of forward and backward pass as torch counts them on meta; layers or their attention computed again."""
+    """Return forward and backward FLOPs from torch's counter on meta tensors, with optional recomputation."""
     torch = pytest.importorskip("torch")
     import plain_models
     from torch.utils.flop_counter import FlopCounterMode
@@ -58,7 +58,7 @@ def matmuls(step, phase, count, sizes):
 @pytest.mark.parametrize(
     ("name", "sizes", "B", "S"), [(*case, *BATCHES[i % len(BATCHES)]) for i, case in enumerate(CASES)]
 )
-def test_matmuls_are_those_that_torch_counts(name, sizes, B, S):
+def test_matmul_flops_match_torch_counter(name, sizes, B, S):
     step = training_step(load(name, attention="eager", symbolic=True))
     derived = [matmuls(step, phase, "full", bound(sizes, B, S)) for phase in ("forward", "backward")]
     assert tuple(derived) == counted(name, sizes, B, S)
@@ -69,7 +69,7 @@ def test_matmuls_are_those_that_torch_counts(name, sizes, B, S):
 @pytest.mark.parametrize(
     ("again", "policy"), [("layers", cg.every_block()), ("core", cg.selective(*CORE_OPS))], ids=["layers", "core"]
 )
-def test_matmuls_that_are_computed_again_are_those_that_torchs_checkpoint_repeats(name, sizes, again, policy):
+def test_recomputed_matmuls_match_torch_checkpoint(name, sizes, again, policy):
     step = training_step(load(name, attention="eager", symbolic=True), checkpoint=policy)
     B, S = 2, 17
     derived = [matmuls(step, phase, "full", bound(sizes, B, S)) for phase in ("forward", "recompute", "backward")]
@@ -80,7 +80,7 @@ def test_matmuls_that_are_computed_again_are_those_that_torchs_checkpoint_repeat
 
 @pytest.mark.parametrize(("H", "G"), [(5, 5), (6, 2), (7, 1)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_flash_kernel_has_the_matmuls_of_torchs_formula(H, G, causal):
+def test_flash_kernel_flops_match_torch_formula(H, G, causal):
     torch = pytest.importorskip("torch")
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -91,7 +91,7 @@ def test_a_flash_kernel_has_the_matmuls_of_torchs_formula(H, G, causal):
         g.output(cg.reduce(cg.attention(q, k, v, causal=causal), "b h s k -> ", "sum"))
     step = cg.training_step(g)
     forward, backward = (matmuls(step, phase, "full", {}) for phase in ("forward", "backward"))
-    # torch's kernel takes as many heads of keys as of queries
+    # torch's kernel takes equal numbers of key and query heads
     shape = (B, H, S, K)
     q, k, v = (torch.empty(shape, device="meta", dtype=torch.bfloat16) for _ in range(3))
     flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -108,7 +108,7 @@ def test_a_flash_kernel_has_the_matmuls_of_torchs_formula(H, G, causal):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b"])
 @pytest.mark.parametrize("count", ["full", "executed"])
-def test_flash_in_a_model_adds_half_a_forward_pass_of_attention(name, count):
+def test_flash_backward_recomputes_attention_scores(name, count):
     flash, eager = (training_step(load(name, attention=a, symbolic=True)) for a in ("flash", "eager"))
     assert matmuls(flash, "forward", "full", {}) == matmuls(eager, "forward", "full", {})
     pairs = sum(
@@ -118,12 +118,12 @@ def test_flash_in_a_model_adds_half_a_forward_pass_of_attention(name, count):
     assert sympy.expand(matmuls(flash, "backward", count, {}) - 2 * rest - sympy.Rational(5, 2) * pairs) == 0
 
 
-# both products of attention
+# both matmuls of attention
 CORE = ("layers/attention/scores", "layers/attention/reduce")
 
 
 def size_of(graph, wanted):
-    """How many parameters there are of those that are wanted, each as often as there are layers that have it."""
+    """Return the number of selected parameters, counting each once per layer that has it."""
     depth = next(op for op in graph.ops if op.loop is not None)
     counts = {depth.body: depth.kind.count.expr}
     return sum(counts.get(t.graph, 1) * sympy.prod(t.shape) for t in graph.params if wanted(t.name))
@@ -134,27 +134,27 @@ def is_vector(name):
 
 
 @pytest.mark.parametrize("kernel", ["eager", "flash"])
-def test_six_times_parameters_times_tokens_is_the_leading_term_of_gpt2(kernel):
+def test_6nd_is_leading_term_for_gpt2(kernel):
     B, S, D, L, P = cg.dims("B S D L P")
     model = load("gpt2", attention=kernel, symbolic=True)
     step = training_step(model)
-    # what tokens are multiplied with: neither positions, which are looked up, nor gains and biases
+    # parameters that multiply tokens: no positions, which are looked up, and no gains or biases
     N = size_of(model, lambda name: name != "positions/table" and not is_vector(name))
     assert sympy.expand(cg.param_count(model) - N - D * P - size_of(model, is_vector)) == 0
-    # attention: S*S pairs in two products, once forward and twice backward; flash computes its scores once more
+    # attention: S*S pairs in two matmuls, once forward and twice backward; flash recomputes the scores
     full = {"eager": 12, "flash": 14}[kernel]
     assert cg.matmul_flops(step, count="full") == sympy.expand(6 * N * B * S + full * B * L * D * S**2)
-    if kernel == "flash":  # half of the pairs are seen, and the diagonal
+    if kernel == "flash":  # half of the pairs are visible, plus the diagonal
         assert cg.matmul_flops(step) == sympy.expand(6 * N * B * S + 7 * B * L * D * S * (S + 1))
     assert sympy.limit(cg.matmul_flops(step) / (6 * N * B * S), D, sympy.oo) == 1
 
 
 @pytest.mark.parametrize("kernel", ["eager", "flash"])
-def test_six_times_parameters_times_tokens_is_the_leading_term_of_llama(kernel):
+def test_6nd_is_leading_term_for_llama(kernel):
     B, S, D, H, K, L, V = cg.dims("B S D H K L V")
     model = load("llama-3-8b", attention=kernel, symbolic=True)
     step = training_step(model)
-    # the table of tokens is looked up, the head is another one
+    # the embedding is looked up, and the head is a separate table
     N = size_of(model, lambda name: name != "tokens/table" and not is_vector(name))
     assert cg.param_count(model) == sympy.expand(N + D * V + 2 * L * D + D)
     full = {"eager": 12, "flash": 14}[kernel]
@@ -163,17 +163,17 @@ def test_six_times_parameters_times_tokens_is_the_leading_term_of_llama(kernel):
         assert cg.matmul_flops(step) == sympy.expand(6 * N * B * S + 7 * B * L * H * K * S * (S + 1))
 
 
-def test_how_far_6nd_is_off_with_the_sizes_of_llama_3_8b():
+def test_6nd_error_for_llama_3_8b():
     model = load("llama-3-8b")
     S = 8192
     exact, rule = cg.matmul_flops(training_step(model), B=1, S=S), 6 * cg.param_count(model) * S
-    # 7*L*H*K*(S + 1) a token more for attention, 6*D*V less for the table that is looked up
+    # per token, 7*L*H*K*(S + 1) more for attention and 6*D*V less for the embedding lookup
     assert exact - rule == S * (7 * 32 * 32 * 128 * (S + 1) - 6 * 4096 * 128256 - 6 * (2 * 32 + 1) * 4096)
     assert exact / rule == pytest.approx(1.0906, abs=1e-4)
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_each_layer_is_computed_again_where_they_differ_in_turn(depth):
+def test_alternating_layers_are_each_recomputed(depth):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from torch.utils.flop_counter import FlopCounterMode

@@ -1,7 +1,7 @@
-"""Peak memory of a whole step beside torch's MemTracker and the memory that a real step takes.
+"""Peak memory of a whole step against torch's MemTracker and against measured steps.
 
-The declared model and the plain module differ in named places alone: what torch's code adds or leaves out there is a
-formula below, and nothing remains.
+The declared model and the plain module differ only in named terms: each formula below states an extra or missing tensor
+in torch's code, and no difference remains.
 """
 
 import pytest
@@ -20,13 +20,13 @@ LLAMA = {"D": 48, "H": 6, "G": 6, "K": 10, "F": 131, "L": 2, "V": 307}
 GROUPED = {**LLAMA, "G": 2}
 SAVING = {**LLAMA, "K": 8, "L": 3, "V": 13}
 MLP = {"D": 31, "F": 53, "L": 5, "C": 11}
-# Scalars that come and go: the seed of the backward pass, the weight of a loss, numbers that an optimizer makes.
+# Transient scalars: the backward seed, a loss weight, numbers in the optimizer.
 SCALARS = 16
 POLICIES = {
     None: None,
     "layers": cg.every_block(),
     "products": cg.every_block(keep=("matmul", "layers/attention")),
-    # in the program's order: queries, keys, values, output, gate, up, down
+    # in program order: queries, keys, values, output, gate, up, down
     "products 2": cg.every_block(
         keep=("q/matmul", "v/matmul", "layers/attention", "gate/matmul", "down/matmul"),
     ),
@@ -34,7 +34,7 @@ POLICIES = {
 
 
 def declared(name, sizes, B, S, dtype="fp32", implementation="foreach", again=None, dropout=0, kernel="eager"):
-    """Timeline of the declared step."""
+    """Return the timeline of the declared step."""
     policy = POLICIES[again]
     model = load(name, attention=kernel, dtype=dtype, dropout=dropout, symbolic=True)
     step = cg.training_step(model, optimizer=cg.AdamW(implementation=implementation), checkpoint=policy)
@@ -45,58 +45,58 @@ def width(dtype):
     return {"fp32": 4, "bf16": 2}[dtype]
 
 
-# -- what torch has more of, or less, each with its reason -------------------------------------------------------
+# -- named differences from torch, each with its reason ----------------------------------------------------------
 
 
 def counters(name, sizes, B, S, dtype):
-    """A tensor of four bytes for each parameter counts the steps; a counter on the host is no tensor of the graph."""
+    """A four-byte tensor per parameter counts the steps; a counter on the host is no tensor in the graph."""
     each, once = {"gpt2": (12, 4), "llama-2-7b": (9, 3), "mlp": (2, 4)}[name]
     return 4 * (each * sizes["L"] + once)
 
 
 def statistics(name, sizes, B, S, dtype):
-    """On a CPU layer norm keeps mean and scale in the format of its input, on a GPU in fp32 as declared."""
+    """On a CPU layer norm keeps mean and scale in its input's dtype, on a GPU in fp32 as declared."""
     return -2 * (2 * sizes["L"] + 1) * B * S * (4 - width(dtype))
 
 
 def angles(name, sizes, B, S, dtype):
-    """Cosine and sine are there for both halves of a head, declared once as the halves are equal."""
+    """torch stores cosine and sine for both halves of a head; the model declares them once, as the halves are equal."""
     return S * sizes["K"] * width(dtype) - (4 - width(dtype)) * S * sizes["K"]
 
 
 def copied_heads(name, sizes, B, S, dtype):
-    """`repeat_kv` copies keys and values for each query head; declared, a group of them reads the same one."""
+    """`repeat_kv` copies keys and values for each query head; in the declared model, query groups share them."""
     return 2 * (sizes["H"] - sizes["G"]) * B * S * sizes["K"] * sizes["L"] * width(dtype)
 
 
 def lone_values(name, sizes, B, S, dtype):
-    """A batched matmul saves copies of queries, keys and values, and that of the values is free by then.
+    """torch's batched matmul saves copies of queries, keys and values; the copied values are already freed here.
 
-    Declared, products read the one tensor that all three are parts of.
+    The declared matmuls read the fused QKV tensor.
     """
     return -B * S * sizes["D"] * width(dtype)
 
 
 def wide_masks(name, sizes, B, S, dtype):
-    """On a CPU a dropout mask has the format of its input, on a GPU a byte an element as declared."""
+    """On a CPU a dropout mask has its input's dtype, on a GPU one byte per element as declared."""
     squares, rows = B * sizes["H"] * S * S, B * S * sizes["D"]
     return (width(dtype) - 1) * (sizes["L"] * (squares + 2 * rows) + rows)
 
 
 def mask(name, sizes, B, S, dtype):
-    """A checkpoint keeps the mask, an argument of every layer; declared, the mask is no tensor."""
+    """A checkpoint saves the mask, an argument of every layer; the declared mask is no tensor."""
     return S * S * width(dtype)
 
 
 def last_denominator(name, sizes, B, S, dtype):
-    """The loop over parameters holds a temporary of the one before, here a norm's, until the next one is made."""
+    """The parameter loop holds a temporary of the previous parameter, here a norm, until it computes the next."""
     return sizes["D"] * width(dtype)
 
 
 def norms_in_steps(name, sizes, B, S, dtype):
-    """`LlamaRMSNorm` as an op each: it keeps what it normalised, in fp32 and, converted, once more.
+    """`LlamaRMSNorm` as separate ops saves the normalized value in fp32, and again after conversion.
 
-    Of the declared norm only its input is kept, which bf16 steps have converted.
+    The declared norm saves only its input, which bf16 steps have converted.
     """
     return 4 * (2 * sizes["L"] + 1) * B * S * sizes["D"]
 
@@ -141,9 +141,9 @@ CASES = [
 
 
 def is_long(case):
-    """A middling length, and kernels in one format, are asked each time."""
+    """plain runs test medium lengths and single-dtype kernels"""
     _, _, _, S, more, _ = case
-    if case[:5] in (("gpt2", GPT2, 3, 59, {}), ("llama-2-7b", LLAMA, 3, 59, {})):  # in bf16 there is more to name
+    if case[:5] in (("gpt2", GPT2, 3, 59, {}), ("llama-2-7b", LLAMA, 3, 59, {})):  # bf16 has more differences to name
         return True
     return S != 59 and ("kernel" not in more or "dtype" in more or more.get("again") == "products")
 
@@ -152,7 +152,7 @@ MARKED = [pytest.param(*c, marks=pytest.mark.long if is_long(c) else ()) for c i
 
 
 @pytest.mark.parametrize(("name", "sizes", "B", "S", "more", "differences"), in_part(MARKED, 0, 2))
-def test_peak_is_that_of_torch_but_for_named_differences(name, sizes, B, S, more, differences):
+def test_step_peak_matches_torch_up_to_named_differences(name, sizes, B, S, more, differences):
     torchs, ours = tracked_peak(name, sizes, B, S, **more), declared(name, sizes, B, S, **more).peak
     dtype = more.get("dtype", "fp32")
     named = sum(difference(name, sizes, B, S, dtype) for difference in differences)
@@ -162,7 +162,7 @@ def test_peak_is_that_of_torch_but_for_named_differences(name, sizes, B, S, more
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
-def test_dropout(dtype):
+def test_dropout_peak_matches_torch(dtype):
     torchs = tracked_peak("gpt2", GPT2, 3, 59, dtype, p=0.1)
     ours = declared("gpt2", GPT2, 3, 59, dtype, dropout=0.1).peak
     named = sum(d("gpt2", GPT2, 3, 59, dtype) for d in (counters, statistics, wide_masks))
@@ -170,7 +170,7 @@ def test_dropout(dtype):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
-def test_a_norm_that_is_an_op_each_keeps_more(dtype):
+def test_unfused_norm_saves_more(dtype):
     whole, steps = (
         tracked_peak("llama-2-7b", LLAMA, 3, 59, dtype, norm=norm)
         for norm in (plain_models.RMSNorm, plain_models.RMSNormInSteps)
@@ -188,14 +188,14 @@ def test_a_norm_that_is_an_op_each_keeps_more(dtype):
     ],
 )
 @pytest.mark.parametrize(("dtype", "again"), [pytest.param("fp32", None, marks=pytest.mark.long), ("bf16", "layers")])
-def test_models_as_they_are(name, sizes, B, S, dtype, again):
+def test_large_model_peak_is_within_two_percent_of_torch(name, sizes, B, S, dtype, again):
     torchs = tracked_peak(name, sizes, B, S, dtype, again=again)
     assert declared(name, sizes, B, S, dtype, again=again).peak == pytest.approx(torchs, rel=0.02)
 
 
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
 @pytest.mark.parametrize(("name", "sizes", "S"), [("gpt2", GPT2, 59), ("llama-2-7b", LLAMA, 59), ("mlp", MLP, 0)])
-def test_memory_that_a_real_step_takes(name, sizes, S, implementation):
+def test_measured_step_memory(name, sizes, S, implementation):
     step = declared(name, sizes, 3, S, implementation=implementation)
     there = sum(step.by_role.get(role, 0) for role in ("param", "state", "input", "buffer"))
     assert step.peak - there == pytest.approx(measured_peak(name, sizes, 3, S, implementation), rel=0.005)

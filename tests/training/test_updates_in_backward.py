@@ -1,4 +1,4 @@
-"""Updates inside the backward pass: what torch's hooks take at the peak, and what becomes of the parameters."""
+"""Optimizer updates inside the backward pass: peak memory against torch hooks, and the final parameters."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ B, D, F, K, L, M = cg.dims("B D F K L M")
 
 
 def freed_input(name, sizes, B, S, dtype):
-    """What a checkpoint has unpacked for a linear layer dies before torch takes the sum of its bias's gradient."""
+    """The input that a checkpoint unpacks for a linear layer is freed before torch sums its bias gradient."""
     return -sizes["D"] * width(dtype)
 
 
@@ -44,12 +44,12 @@ CASES = [
 ]
 
 
-#: Those of transformers take seconds each: one is asked each time.
+#: transformers models take seconds each; a plain run tests one of them.
 MARKED = [pytest.param(*c, marks=() if c[0] == "mlp" or c is CASES[7] else pytest.mark.long) for c in CASES]
 
 
 @pytest.mark.parametrize(("name", "sizes", "B", "S", "optimizer", "more", "differences"), MARKED)
-def test_peak_is_that_of_hooks_but_for_named_differences(name, sizes, B, S, optimizer, more, differences):
+def test_peak_matches_torch_hooks_up_to_named_differences(name, sizes, B, S, optimizer, more, differences):
     theirs, ours = OPTIMIZERS[optimizer]
     dtype, again = more.get("dtype", "fp32"), more.get("again")
     model = load(name, attention=more.get("kernel", "eager"), dtype=dtype, symbolic=True)
@@ -62,7 +62,7 @@ def test_peak_is_that_of_hooks_but_for_named_differences(name, sizes, B, S, opti
 
 @pytest.fixture(scope="module")
 def stack():
-    """Layers, a parameter that they share, one that is used twice, and one outside."""
+    """Layers, a shared parameter, a parameter that is used twice, and one outside the stack."""
     with cg.Graph("stack") as g:
         x = g.input("x", (B, D))
         shared, twice = g.param("shared", (D,)), g.param("twice", (D, D))
@@ -82,7 +82,7 @@ SIZES = {"B": 2, "D": 3, "K": 5, "L": 4}
 @pytest.mark.parametrize(
     "optimizer", [cg.SGD(momentum=0.9), cg.AdamW(), cg.AdamW(implementation="fused"), cg.Adafactor()]
 )
-def test_parameters_and_costs_are_those_of_an_update_afterwards(stack, optimizer, checkpoint):
+def test_updates_in_backward_match_updates_afterwards(stack, optimizer, checkpoint):
     after, within = (
         cg.training_step(stack, optimizer=optimizer, checkpoint=checkpoint, optimizer_in_backward=flag)
         for flag in (False, True)
@@ -102,7 +102,7 @@ def test_parameters_and_costs_are_those_of_an_update_afterwards(stack, optimizer
     assert second.peak == cg.peak_memory(within, **SIZES)
 
 
-def test_gradients_are_none_and_the_state_is_what_it_was(stack):
+def test_no_gradients_remain_and_state_is_unchanged(stack):
     after, within = (cg.training_step(stack, optimizer_in_backward=flag) for flag in (False, True))
     assert within.gradients == {}
     there, gone = cg.state_bytes(after), cg.state_bytes(within)
@@ -110,7 +110,7 @@ def test_gradients_are_none_and_the_state_is_what_it_was(stack):
     assert cg.saved_state_bytes(within) == cg.saved_state_bytes(after)
 
 
-def test_the_gradient_of_an_input_stays():
+def test_input_gradient_is_returned():
     with cg.Graph("g") as g:
         x = g.input("x", (B, D), grad=True)
         g.output(cg.reduce(x @ g.param("w", (D, F)), "b f -> ", "mean"))
@@ -118,8 +118,8 @@ def test_the_gradient_of_an_input_stays():
     assert [t.name for t in step.gradients] == ["x"]
 
 
-def test_depth_leaves_one_layer_s_gradient():
-    """A stack of L layers of D*D weights in fp32 and SGD: gradients of one layer, whatever L is."""
+def test_only_one_layers_gradients_are_live():
+    """For SGD on L layers of fp32 D*D weights, gradients of a single layer are live, whatever L is."""
     with cg.Graph("deep") as g:
         x = cg.repeat(L, lambda x: cg.relu(cg.linear(x, "b d -> b e", e=D)), g.input("x", (B, D)), name="layers")
         g.output(cg.reduce(x, "b d -> ", "mean"))
@@ -135,12 +135,12 @@ def test_depth_leaves_one_layer_s_gradient():
 @each(
     ("options", "text"),
     [
-        ({"accumulate": 2}, "beside accumulate: gradients of micro-batches are added up before it; expected one of"),
-        ({"accumulate": M}, "beside accumulate"),
-        ({"clip": 1.0}, "beside clip: the norm of all gradients comes before it; expected one of the two"),
-        ({"set_to_none": False}, "beside set_to_none=False: gradients stay"),
-        ({"precision": "fp16-mixed"}, "beside precision 'fp16-mixed': its loss is scaled"),
-        ({"precision": "megatron-bf16"}, "beside precision 'megatron-bf16', whose gradients in fp32 stay"),
+        ({"accumulate": 2}, "combined with accumulate, because an update needs the sum over all micro-batches"),
+        ({"accumulate": M}, "combined with accumulate"),
+        ({"clip": 1.0}, "combined with clip, because the total norm needs all gradients"),
+        ({"set_to_none": False}, "combined with set_to_none=False, because gradients are freed"),
+        ({"precision": "fp16-mixed"}, "combined with precision 'fp16-mixed', because loss scaling"),
+        ({"precision": "megatron-bf16"}, "combined with precision 'megatron-bf16', whose fp32 gradients persist"),
         ({"optimizer_in_backward": 1}, "optimizer_in_backward is 1, expected True or False"),
     ],
 )
@@ -149,7 +149,7 @@ def test_refused(stack, options, text):
         cg.training_step(stack, **{"optimizer_in_backward": True, **options})
 
 
-def test_a_step_is_no_model_to_generate_with():
+def test_training_step_cannot_generate():
     step = training_step(load("gpt2"), optimizer_in_backward=True)
-    with pytest.raises(GraphError, match="has a backward pass, expected a forward pass alone"):
+    with pytest.raises(GraphError, match="has a backward pass, expected only a forward pass"):
         cg.decode(step)

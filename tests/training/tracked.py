@@ -1,4 +1,4 @@
-"""Peak of one AdamW step of a plain torch module, in its steady state: the second step, gradients freed before it."""
+"""Peak of one AdamW step of a plain torch module in steady state: the second step, with gradients freed before it."""
 
 from contextlib import nullcontext
 
@@ -13,9 +13,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def setting(name, sizes, B, S, dtype, implementation, **more):
-    """A module, its optimizer, and a batch."""
+    """Return a module, its optimizer, and a batch."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[dtype])  # conversion afterwards needs references that a fake tensor has not
+    torch.set_default_dtype(DTYPES[dtype])  # converting later needs references that fake tensors lack
     try:
         module = PLAIN[name](**sizes, **more)
         features = None if name != "mlp" else torch.randn(B, sizes["D"])
@@ -34,14 +34,14 @@ def step(module, optimizer, ids, targets):
 
 
 def tracked_peak(name, sizes, B, S, dtype="fp32", implementation="foreach", again=None, kernel="eager", **more):
-    """Bytes at the peak as MemTracker has them: nothing is computed."""
+    """Return the peak bytes from MemTracker on fake tensors."""
     attention = plain_models.flash() if kernel == "flash" else nullcontext()
     with FakeTensorMode(), attention, plain_models.checkpointed(again):
         parts = setting(name, sizes, B, S, dtype, implementation, **more)
         tracker = MemTracker()
         tracker.track_external(*parts)
         with tracker:
-            step(*parts)  # without optimizer state until its end: no more than the second one
+            step(*parts)  # without optimizer state until its end, so never above the second step
             tracker.reset_mod_stats()
             step(*parts)
         (found,) = tracker.get_tracker_snapshot("peak").values()
@@ -49,7 +49,7 @@ def tracked_peak(name, sizes, B, S, dtype="fp32", implementation="foreach", agai
 
 
 def measured_peak(name, sizes, B, S, implementation="foreach"):
-    """Bytes at the peak that the profiler of the CPU counts in a real step, on top of what was there before it."""
+    """Return the peak bytes of a real step from the CPU profiler, relative to its start."""
     parts = setting(name, sizes, B, S, "fp32", implementation)
     step(*parts)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -1,4 +1,4 @@
-"""A walk of its own over small graphs, and finite differences: what rules are held against."""
+"""A minimal reverse-mode driver and finite differences, as references for the rules."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from costgraph.transforms.vjp.table import VJPContext, rule_of
 
 
 def walk(results, seeds, wanted, saved=lambda t: t):
-    """Gradients of some tensors, by the rules, in reverse program order."""
+    """Return gradients for some tensors by applying the rules in reverse program order."""
     grads = {}
 
     def add(t, g):
@@ -35,7 +35,7 @@ def walk(results, seeds, wanted, saved=lambda t: t):
 
 
 def built(build, shapes, dtypes=None, dtype="fp64"):
-    """A graph with a function of inputs of these shapes, and seeds for its results."""
+    """Return a graph that applies a function to inputs with these shapes, and seeds for its results."""
     graph = Graph("g", dtype=dtype)
     with graph:
         xs = [graph.input(f"x{i}", s, (dtypes or {}).get(i)) for i, s in enumerate(shapes)]
@@ -46,7 +46,7 @@ def built(build, shapes, dtypes=None, dtype="fp64"):
 
 
 def gradients(build, arrays, *, dtypes=None, dims=None, saved=lambda t: t, seed=0, numeric=False):
-    """Gradients by the rules, those by finite differences if asked, the graph and its ops of the backward pass."""
+    """Return rule gradients, finite-difference gradients if asked, the graph and the backward ops."""
     dims = dims or {}
     dtypes = dtypes or {}
     shapes = [a[1] if isinstance(a, tuple) else a.shape for a in arrays]  # (array, symbolic shape)
@@ -63,15 +63,15 @@ def gradients(build, arrays, *, dtypes=None, dims=None, saved=lambda t: t, seed=
 
     def loss(at):
         inputs = {k: v for k, v in {**value, **at}.items() if k.startswith("x")}
-        made = run(plain, inputs, **dims).outputs
-        return sum(float(np.nansum(m * value[s.name])) for m, s in zip(made, seeds, strict=True))
+        outputs = run(plain, inputs, **dims).outputs
+        return sum(float(np.nansum(m * value[s.name])) for m, s in zip(outputs, seeds, strict=True))
 
     floats = [x for x in xs if x.dtype.kind == "float"]
     with graph:
-        found = walk(results, seeds, floats, saved)
-        graph.output(*results, *(f for f in found if f is not None))
+        grads = walk(results, seeds, floats, saved)
+        graph.output(*results, *(f for f in grads if f is not None))
     done = iter(run(graph, value, **dims).outputs[len(results) :])
-    mine = [np.zeros(value[x.name].shape) if f is None else next(done) for x, f in zip(floats, found, strict=True)]
+    mine = [np.zeros(value[x.name].shape) if f is None else next(done) for x, f in zip(floats, grads, strict=True)]
     expected = [differences(loss, x.name, value[x.name]) for x in floats] if numeric else []
     return mine, expected, graph, [op for op in graph.ops[forward:] if not isinstance(op.kind, KeepAlive)]
 
@@ -81,7 +81,7 @@ def _polys(dims):
 
 
 def differences(loss, name, array, step=1e-5):
-    """Central differences of a number by every element of an array."""
+    """Return central differences of a scalar with respect to each array element."""
     out = np.zeros(array.shape)
     for index in itertools.product(*map(range, array.shape)):
         up, down = array.copy(), array.copy()
@@ -92,10 +92,10 @@ def differences(loss, name, array, step=1e-5):
 
 
 def check(build, *arrays, **options):
-    """Hold the rules to finite differences; returns the gradients and the ops that made them."""
+    """Compare the rules with finite differences; return the gradients and the backward ops."""
     mine, expected, _, ops = gradients(build, arrays, numeric=True, **options)
     for i, (a, b) in enumerate(zip(mine, expected, strict=True)):
-        a = np.nan_to_num(a)  # beyond a domain nothing is written
+        a = np.nan_to_num(a)  # elements outside a domain are never written
         assert a.shape == b.shape
         assert np.allclose(a, b, rtol=1e-6, atol=1e-7), f"gradient {i}:\n{a}\nexpected\n{b}"
     return mine, ops

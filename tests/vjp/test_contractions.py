@@ -1,4 +1,4 @@
-"""Gradients of contractions: the transpose of each, its FLOPs, and what torch's autograd does."""
+"""Contraction gradients: their transposes, their FLOPs, and torch's autograd."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def arrays(*shapes, seed=0):
 
 
 def transposed(build, shapes, **dims):
-    """<J v, g> and <v, J^T g> of a function that is linear in each operand: one pair of numbers for each operand."""
+    """Return <J v, g> and <v, J^T g> per operand, for a function that is linear in each operand."""
     graph, xs, results, seeds = built(build, shapes)
     forward = len(graph.ops)
     with graph:
@@ -76,7 +76,7 @@ def test_the_rule_of_a_window_is_the_transpose(index, width, size, kept):
         assert np.isclose(held, other, rtol=1e-9), text
 
 
-def test_diagonals_and_axes_of_one_operand():
+def test_gradients_with_diagonals_and_single_operand_axes():
     check(lambda a, b: cg.einsum(a, b, "i i j, k -> j k"), *arrays((3, 3, 2), (2,)))
     check(lambda a, b: cg.einsum(a, b, "i i j, j -> i"), *arrays((3, 3, 2), (2,)))
     check(lambda a, b: cg.einsum(a, b, "(i j) k, k m -> m", i=2), *arrays((6, 3), (3, 2)))
@@ -86,8 +86,8 @@ def test_diagonals_and_axes_of_one_operand():
     check(lambda a, b, c: cg.einsum(a, b, c, "i i, i j, j -> i j"), *arrays((3, 3), (3, 2), (2,)))
 
 
-def test_an_axis_of_one_operand_alone_is_repeated_without_a_copy():
-    """Of y[j] = sum over i of x, times sum over k of w: both gradients are views of 2 numbers."""
+def test_gradient_over_single_operand_axis_is_a_view():
+    """y[j] = sum over i of x, times sum over k of w: both gradients are views with 2 elements."""
     _, ops = check(lambda x, w: cg.einsum(x, w, "i j, j k -> j"), *arrays((3, 2), (2, 5)))
     kinds = [op.kind.name for op in ops]
     assert kinds == ["einsum", "expand", "einsum", "expand"]
@@ -96,7 +96,7 @@ def test_an_axis_of_one_operand_alone_is_repeated_without_a_copy():
 
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 5)])
-def test_attention_of_a_domain(window, sizes):
+def test_attention_gradients_under_a_domain(window, sizes):
     queries, keys = sizes
     from costgraph.algebra.polynomial import poly
 
@@ -112,13 +112,13 @@ def test_attention_of_a_domain(window, sizes):
         if t <= s + keys - queries and (window is None or t > s + keys - queries - window)
     )  # fmt: skip
     flops = [op.kind.flops(op) for op in ops if op.kind.name == "einsum"]
-    # dP and dV over 3 of e, dQ and dK over 2 of d, 2 for each index point
+    # dP and dV over 3 e, dQ and dK over 2 d, 2 FLOPs per index point
     assert sorted(f.matmul.constant for f in flops) == sorted([2 * points * n for n in (3, 3, 2, 2)])
     inside = [op for op in ops if op.kind.name == "pointwise"]
     assert {op.kind.flops(op).pointwise.constant for op in inside} == {points}
 
 
-def test_sums_of_a_domain():
+def test_sum_gradients_under_a_domain():
     domain = Domain(True, None)
 
     def sums(q, k):
@@ -130,28 +130,28 @@ def test_sums_of_a_domain():
     assert negated.kind.flops(negated).pointwise == 10  # 4 * 5 / 2 points
 
 
-def test_a_domain_over_one_operand():
+def test_gradient_under_single_operand_domain():
     domain = Domain(True, None)
     pairs, _ = transposed(lambda x: cg.einsum(x, "s t d -> s d", domain=domain, over=("s", "t")), [(3, 3, 2)])
     assert np.isclose(*pairs[0])
 
 
-def test_several_orders_stay_one_op():
-    """a b, b c, c d with all sizes open: no order is the best, of the gradients neither."""
+def test_undecided_orders_stay_one_op():
+    """a b, b c, c d with all sizes open: neither the product nor its gradients have a best order."""
     a, b, c, d = cg.dims("A B C D")
     build = lambda *x: cg.einsum(*x, "a b, b c, c d -> a d")  # noqa: E731
     pairs, ops = transposed(build, [(a, b), (b, c), (c, d)], A=2, B=3, C=5, D=2)
     assert all(np.isclose(*p) for p in pairs)
     assert [len(op.operands) for op in ops] == [3, 3, 3]
     assert all(op.kind.orders is not None for op in ops)
-    # of the first: g is A*D, so min over orders of (g c) b, g (c b), as (A D)(C D)(B C) is a chain too
+    # first gradient: g is A*D, so the minimum is over (g c) b and g (c b), a chain (A D)(C D)(B C)
     expected = {2 * (2 * 2 * 5 + 2 * 5 * 3), 2 * (3 * 5 * 2 + 2 * 2 * 3)}
     from costgraph.bind.evaluate import evaluate
 
     assert int(evaluate(ops[0].kind.flops(ops[0]).matmul.expr, A=2, B=3, C=5, D=2)) == min(expected)
 
 
-def test_gradients_in_the_formats_of_the_operands():
+def test_gradients_have_operand_dtypes():
     with cg.Graph("g", dtype="bf16") as g:
         x, w = g.input("x", (2, 3)), g.input("w", (3, 5), "fp32")
         y = cg.einsum(x, w, "i j, j k -> i k")
@@ -159,8 +159,8 @@ def test_gradients_in_the_formats_of_the_operands():
     assert (dx.dtype.name, dw.dtype.name) == ("bf16", "fp32")
 
 
-def test_gradients_of_gradients():
-    """A window's gradient is a contraction again, with an index on its right side: its own rule is the transpose."""
+def test_second_order_gradients():
+    """A window's gradient is a contraction with an index on the result side: its rule is the transpose again."""
     graph, xs, results, seeds = built(lambda x, w: cg.einsum(x, w, "b h*2+r-1, c r -> b c h"), [(2, 7), (3, 3)])
     with graph:
         (dx,) = walk(results, seeds, xs[:1])
@@ -187,7 +187,7 @@ def matmuls(ops):
         ("b h s d, b h t d -> b h s t", [(2, 3, 5, 2), (2, 3, 7, 2)], lambda a, b: a @ b.mT),
     ],
 )
-def test_products_count_as_torch_counts(text, shapes, run):
+def test_matmul_gradient_flops_match_torch(text, shapes, run):
     torch = pytest.importorskip("torch")
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -209,13 +209,13 @@ CONVOLUTIONS = [
     ((1, 2, 11, 7), (3, 2, 3, 2), {"stride": (3, 1), "padding": (2, 0), "dilation": (2, 3)}),
     ((2, 4, 7), (6, 2, 3), {"groups": 2, "padding": 1}),
     ((2, 3, 7), (3, 1, 3), {"groups": 3}),
-    ((1, 2, 6), (3, 2, 2), {"stride": 3}),  # positions that no window reaches
+    ((1, 2, 6), (3, 2, 2), {"stride": 3}),  # some positions lie in no window
 ]
 
 
 @pytest.mark.parametrize(("shape", "weight", "options"), CONVOLUTIONS)
-def test_convolutions_are_those_of_torch(shape, weight, options):
-    """FLOPs of dX and dW are each those of the forward pass, padded positions included."""
+def test_convolution_gradients_match_torch(shape, weight, options):
+    """dX and dW each have the FLOPs of the forward pass, padded positions included."""
     torch = pytest.importorskip("torch")
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -224,8 +224,8 @@ def test_convolutions_are_those_of_torch(shape, weight, options):
     x_, w_ = arrays(shape, weight)
 
     def build(x, w):
-        made = cg.conv(x, f"b c {spread} -> b o {spread}", window=weight[2:], o=weight[0], **options)
-        return apply_to(made, x, w)
+        result = cg.conv(x, f"b c {spread} -> b o {spread}", window=weight[2:], o=weight[0], **options)
+        return apply_to(result, x, w)
 
     mine, _, graph, ops = gradients(build, [x_, w_], seed=1)
     xs = [torch.tensor(a, requires_grad=True) for a in (x_, w_)]
@@ -236,20 +236,20 @@ def test_convolutions_are_those_of_torch(shape, weight, options):
         assert np.allclose(a, b.numpy())
     forward = [op.kind.flops(op).matmul.constant for op in graph.ops if "conv" in op.name][-1]
     assert matmuls(ops) == [forward, forward]
-    if options.get("groups", 1) == 1:  # torch's counter takes groups for more channels in the backward pass
+    if options.get("groups", 1) == 1:  # for groups, torch's counter assumes more channels in the backward pass
         with FlopCounterMode(display=False) as counter:
             function(*xs, **options).backward(seed)
         assert forward + sum(matmuls(ops)) == counter.get_total_flops()
 
 
 def apply_to(made, x, w):
-    """The same convolution with an input in the place of the parameter."""
+    """Apply the same convolution to an input in place of the parameter."""
     from costgraph.ir.graph import apply
 
     return apply(made.producer.kind, [x, w], "conv")[0]
 
 
-def test_a_convolution_of_open_sizes():
+def test_convolution_gradient_with_open_sizes():
     b, c, h, o = cg.dims("B C H O")
 
     def build(x, w):
@@ -260,7 +260,7 @@ def test_a_convolution_of_open_sizes():
     assert [op.kind.flops(op).matmul for op in ops] == [ops[0].kind.flops(ops[0]).matmul] * 2
 
 
-def test_the_gradient_of_a_window_survives_a_file(tmp_path):
+def test_window_gradient_survives_a_file(tmp_path):
     graph, xs, results, seeds = built(lambda x, w: cg.einsum(x, w, "b h*2+r-1, c r -> b c h"), [(2, 7), (3, 3)])
     with graph:
         graph.output(*walk(results, seeds, xs))

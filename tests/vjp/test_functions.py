@@ -1,4 +1,4 @@
-"""Gradients of every elementwise function: finite differences, and torch's values, saved tensors and kernels."""
+"""Elementwise gradients: finite differences, and torch's values, saved tensors and kernels."""
 
 import numpy as np
 import pytest
@@ -17,13 +17,13 @@ UNARY = [n for n in DIFFERENTIABLE if FUNCTIONS[n].arity == 1]
 
 
 def numbers(name, shape, shift=0.0):
-    """Numbers of a shape away from kinks, positive ones for functions that need them."""
+    """Return numbers away from kinks, positive if the function requires it."""
     pool = (SMOOTH if name in POSITIVE else WIDE) + shift
     return np.resize(pool, shape).astype(float)
 
 
 def operands(name):
-    """Operands of a function, each broadcast in another way; conditions are 0 and 1."""
+    """Return operands that broadcast in different ways; conditions are 0 and 1."""
     shapes = [(2, 3), (3,), (2, 1)]
     out = [numbers(name, shapes[i], 0.11 * i) for i in range(FUNCTIONS[name].arity)]
     mask = {"where": 0, "masked_fill": 1, "masked_scale": 1}.get(name)
@@ -33,7 +33,7 @@ def operands(name):
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_gradients_are_those_of_finite_differences(name):
+def test_gradients_match_finite_differences(name):
     arrays, dtypes = operands(name)
     if name == "cast":
         check(lambda x: cg.ops.cast(x, "fp32"), *arrays)
@@ -44,7 +44,7 @@ def test_gradients_are_those_of_finite_differences(name):
 @pytest.mark.parametrize("name", [n for n in DIFFERENTIABLE if FUNCTIONS[n].arity == 2 and n != "masked_fill"])
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("number", [0, 1, 2.5])
-def test_a_number_beside_a_tensor(name, place, number):
+def test_gradient_with_scalar_operand(name, place, number):
     if (name, place, number) in {("div", 1, 0), ("pow", 0, 0)}:
         pytest.skip("no number")
     x = numbers(name, (2, 3), 0.07)
@@ -52,15 +52,15 @@ def test_a_number_beside_a_tensor(name, place, number):
 
 
 @pytest.mark.parametrize("name", ["relu", "exp", "tanh", "sigmoid", "sqrt"])
-def test_in_place_results_stand_for_what_was_overwritten(name):
-    """They read the result alone, which is what is left."""
+def test_in_place_gradients_use_the_result(name):
+    """The gradient reads only the result, as the operand is overwritten."""
     if name in ("exp", "sqrt", "tanh", "sigmoid"):
         assert FUNCTIONS[name].result == "float"
     check(lambda t: pointwise(name, pointwise("copy", t), inplace=True), numbers("sqrt", (2, 3)))
 
 
 @pytest.mark.parametrize("name", sorted(set(STATED) - set(DIFFERENTIABLE) - {"causal_mask"}))
-def test_functions_of_steps_have_none(name):
+def test_step_functions_have_no_gradient(name):
     arrays = [numbers(name, (3,), 0.1 * i) for i in range(FUNCTIONS[name].arity)]
     with cg.Graph("g", dtype="fp64") as g:
         xs = [g.input(f"x{i}", a.shape) for i, a in enumerate(arrays)]
@@ -71,26 +71,26 @@ def test_functions_of_steps_have_none(name):
         assert list(rule_of(y.producer)(pull)) == [None] * len(xs)
 
 
-def test_a_function_of_ones_own_needs_its_gradient_stated():
-    own = Function("cubic", 1, 2, formula="x*x*x")
-    with pytest.raises(cg.UnsupportedError, match="gradient of function 'cubic' is not stated, expected 1 expressions"):
-        gradients(lambda x: pointwise(own, x), [np.ones(2)])
+def test_custom_function_without_gradient_raises():
+    cubic = Function("cubic", 1, 2, formula="x*x*x")
+    with pytest.raises(cg.UnsupportedError, match="function 'cubic' declares no gradient, expected 1 expressions"):
+        gradients(lambda x: pointwise(cubic, x), [np.ones(2)])
 
 
-def test_a_function_of_ones_own_with_its_gradient():
-    """y = x*x*x under another name: dy = g * 3 * x*x."""
-    own = Function("cubed", 1, 2, formula="x*x*x", grad=(("mul", "g", ("mul", 3, ("square", "a"))),))
-    _, ops = check(lambda x: pointwise(own, x), WIDE)
+def test_custom_function_with_gradient():
+    """y = x*x*x under a custom name: dy = g * 3 * x*x."""
+    cubed = Function("cubed", 1, 2, formula="x*x*x", grad=(("mul", "g", ("mul", 3, ("square", "a"))),))
+    _, ops = check(lambda x: pointwise(cubed, x), WIDE)
     assert [op.kind.function.name for op in ops] == ["square", "mul", "mul"]
 
 
-def test_masks_of_attention_hide_gradients_too():
+def test_attention_masks_zero_gradients():
     from costgraph.ir.graph import Domain, apply
     from costgraph.ops.elementwise import Pointwise
 
     def masked(x):
-        made = apply(Pointwise(function=FUNCTIONS["causal_mask"], masked=Domain(True, None)), [x], "mask")[0]
-        return pointwise("exp", made)
+        masked_scores = apply(Pointwise(function=FUNCTIONS["causal_mask"], masked=Domain(True, None)), [x], "mask")[0]
+        return pointwise("exp", masked_scores)
 
     check(masked, numbers("x", (2, 3, 3)))
 
@@ -110,7 +110,7 @@ def torch_functions(torch):
     }  # fmt: skip
 
 
-#: One kernel here, several ops in torch: nothing to compare but the values.
+#: One kernel here, several ops in torch: only the values are comparable.
 COMPOSED = ("quick_gelu", "softcap", "relu2")
 BINARY = ["add", "sub", "mul", "div", "maximum", "minimum", "pow", "lerp", "fma", "where", "masked_fill"]
 
@@ -125,7 +125,7 @@ def torch_function(torch, name):
 
 
 @pytest.mark.parametrize("name", UNARY + BINARY)
-def test_gradients_are_those_of_torch(name):
+def test_gradients_match_torch(name):
     torch = pytest.importorskip("torch")
     arrays, dtypes = operands(name)
     build = (lambda x: cg.ops.cast(x, "fp32")) if name == "cast" else (lambda *xs: pointwise(name, *xs))
@@ -133,15 +133,15 @@ def test_gradients_are_those_of_torch(name):
     xs = [torch.tensor(a, dtype=torch.bool if i in dtypes else torch.float64) for i, a in enumerate(arrays)]
     floats = [x.requires_grad_() for x in xs if x.dtype == torch.float64]
     y = torch_function(torch, name)(*xs)
-    seed = np.random.default_rng(1).uniform(0.5, 1.5, y.shape)  # as the driver draws it
+    seed = np.random.default_rng(1).uniform(0.5, 1.5, y.shape)  # drawn like the driver's seed
     y.backward(torch.tensor(seed, dtype=y.dtype))
-    tolerance = {"cast": 1e-6, "hardsigmoid": 1e-7}.get(name, 1e-10)  # torch divides by a 6 of single precision
+    tolerance = {"cast": 1e-6, "hardsigmoid": 1e-7}.get(name, 1e-10)  # torch divides by a single-precision 6
     for a, x in zip(mine, floats, strict=True):
         assert np.allclose(a, x.grad.numpy(), rtol=tolerance, atol=tolerance)
 
 
 def kernels_of_torch(torch, run):
-    """Names of the ops that torch's autograd runs, views and bookkeeping left out."""
+    """Return the ops that torch's autograd runs, without views and bookkeeping."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     views = {
@@ -172,8 +172,8 @@ def kernels_of_torch(torch, run):
 
 
 @pytest.mark.parametrize("name", [n for n in UNARY if n not in COMPOSED and n not in ("cubed", "cast")] + BINARY[:4])
-def test_kernels_are_those_of_torch(name):
-    """As many ops that move bytes as torch runs kernels, for operands of one shape."""
+def test_kernel_counts_match_torch(name):
+    """The number of byte-moving ops matches torch's kernel count, for operands with equal shapes."""
     torch = pytest.importorskip("torch")
     x = numbers(name, (2, 3))
     arrays = [x + 0.1 * i for i in range(FUNCTIONS[name].arity)]
@@ -189,7 +189,7 @@ def test_kernels_are_those_of_torch(name):
 @pytest.mark.parametrize(
     "name", [n for n in UNARY if n not in COMPOSED and n not in ("cubed", "cast", "copy")] + BINARY[:7]
 )
-def test_saved_tensors_are_those_of_torch(name):
+def test_saved_tensors_match_torch(name):
     torch = pytest.importorskip("torch")
     x = numbers(name, (2, 3))
     arrays = [x + 0.1 * i for i in range(FUNCTIONS[name].arity)]
@@ -202,7 +202,7 @@ def test_saved_tensors_are_those_of_torch(name):
     gradients(lambda *xs: pointwise(name, *xs), arrays, saved=saved)
     xs = [torch.tensor(a, requires_grad=True) for a in arrays]
     y = torch_function(torch, name)(*xs)
-    kept = [getattr(y.grad_fn, n) for n in dir(y.grad_fn) if n.startswith("_saved_")]
+    saved_tensors = [getattr(y.grad_fn, n) for n in dir(y.grad_fn) if n.startswith("_saved_")]
     places = {t.data_ptr(): n for t, n in zip([*xs, y], [*"abc"[: len(xs)], "y"], strict=True)}
-    theirs = {places[t.data_ptr()] for t in kept if isinstance(t, torch.Tensor) and t.data_ptr() in places}
+    theirs = {places[t.data_ptr()] for t in saved_tensors if isinstance(t, torch.Tensor) and t.data_ptr() in places}
     assert asked == theirs

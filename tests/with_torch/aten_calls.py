@@ -1,4 +1,4 @@
-"""Every aten op that a program runs, with what its rule says it costs."""
+"""Run a program and record every aten op with the cost from its rule."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Seen:
 
 
 class Calls(TorchDispatchMode):
-    """Asks the rules about every aten op that is no view; names of ops without a rule are collected in `missing`."""
+    """Query the rule for every aten op that is not a view; `missing` collects the op names without a rule."""
 
     def __init__(self, strict: bool = True) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Calls(TorchDispatchMode):
                 full.removesuffix("_") if inplace else full,
                 func._overloadname,
                 inplace,
-                {k: self.values.seen(v, self.values.spec) for k, v in given.items()},
+                {k: self.values.convert(v, self.values.spec) for k, v in given.items()},
                 tuple(map(self.values.spec, results)),
             )
             for one in one_by_one(call):
@@ -68,18 +68,18 @@ class Calls(TorchDispatchMode):
             self.missing[str(func)] = str(error)
 
     def total(self, kind: str) -> int:
-        """Return the sum of one kind of FLOPs over all calls."""
+        """Return one kind of FLOPs, summed over all calls."""
         amounts = (getattr(s.counts, kind) for s in self.seen)
         return number(total(s.counts.matmul if a is None else a for a, s in zip(amounts, self.seen, strict=True)))
 
     def of(self, name: str) -> Seen:
-        """Return the only call of an op."""
-        (found,) = (s for s in self.seen if s.call.name == name)
-        return found
+        """Return an op's single call."""
+        (call,) = (s for s in self.seen if s.call.name == name)
+        return call
 
 
 def number(amount: Poly) -> int:
-    """Return an amount without symbols."""
+    """Return a symbol-free amount as a number."""
     value = amount.constant
     assert value is not None, amount
     assert value == int(value), amount
@@ -87,14 +87,14 @@ def number(amount: Poly) -> int:
 
 
 def calls_of(program: Callable[[], object]) -> Calls:
-    """Run a program and return what its aten ops cost."""
+    """Run a program and return the costs of its aten ops."""
     with Calls() as calls:
         program()
     return calls
 
 
 def spec(*sizes: int | Poly, dtype: str = "fp32") -> Spec:
-    """Return a dense tensor as a rule sees it."""
+    """Return a dense tensor as rules receive it."""
     from costgraph.algebra.polynomial import poly
     from costgraph.dtypes import dtype as find_dtype
     from costgraph.ir.strides import contiguous

@@ -1,9 +1,9 @@
-"""Table of measured times over lower bounds, within the last-level cache and beyond it: docs/howto/measure.md.
+"""Table of measured times over lower bounds, within and beyond the last-level cache: docs/howto/measure.md.
 
 python tests/with_torch/bound_table.py > table.md
 
-One thread. Seconds are those of the thread, also in the rates of the device: what others do on the machine is no part
-of them but for its cache. It is calibrated before and after, and the faster of both counts for each rate.
+One thread. Times and device rates are in CPU seconds of the thread, so other processes affect only its cache. The
+device is calibrated before and after; the faster result counts for each rate.
 """
 
 import time
@@ -22,7 +22,7 @@ SHAPES = ((64, 64, 64), (256, 256, 256), (1024, 1024, 1024), (2053, 2053, 2053),
 
 
 def cases():
-    """Name of the row, name of the column, graph, call."""
+    """Yield the row name, column name, graph and call."""
     for size in SETS:
         for name, graph, call in elementwise(size // 4096):
             yield name, f"{size / MIB:g} MiB", graph, call
@@ -33,7 +33,7 @@ def cases():
 
 
 def print_table(corner, rows, columns, cells):
-    """Write a table in Markdown; a ratio below one stands out."""
+    """Write a table in Markdown, with ratios below one highlighted."""
     print(f"| {corner} | {' | '.join(columns)} |")
     print("|---" * (len(columns) + 1) + "|")
     for row in rows:

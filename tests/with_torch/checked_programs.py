@@ -1,4 +1,4 @@
-"""Programs that look at values, in a file whose assertions pytest leaves as they are."""
+"""Data-dependent programs, in a file whose assertions pytest does not rewrite."""
 
 
 def checked_by_assert(x):

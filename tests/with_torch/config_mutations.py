@@ -1,6 +1,6 @@
-"""What can be changed in the small files, and what transformers makes of the result.
+"""Mutated small configs, and parameters and FLOPs for the modules that transformers builds from them.
 
-That is parameters, each shared one once, and the FLOPs that torch counts.
+Shared parameters count once; torch's counter gives the FLOPs.
 """
 
 import copy
@@ -20,33 +20,33 @@ import costgraph as cg
 from costgraph.models.config import ACTIVATIONS
 
 B, S, M = 2, 5, 7
-#: Modules with more parameters are counted, and not run.
+#: Modules with more parameters are counted without running.
 LARGEST_RUN = 2_000_000
 
-#: Which of them are images; those have a side in their sizes.
+#: Image models, whose sizes include an image side.
 IMAGES = ("ViT", "ConvNext", "ResNet", "Swin", "MobileNet", "EfficientNet")
-#: Recurrences, which run in another form here than in the module: their parameters alone are compared.
+#: Recurrences whose module runs another algorithm: only their parameters are compared.
 RECURRENT = ("Mamba", "xLSTM")
 
 
 def file_of(name: str, *, whole: bool) -> dict[str, Any]:
-    """A file as people write it, or with every field that transformers has."""
+    """Return a config as users write it, or with every field of transformers."""
     lean = config_files.file_of(name)
     if not whole:
         return lean
-    found = CONFIG_MAPPING[FILES[name][0]].from_dict(copy.deepcopy(lean)).to_dict()
-    return json.loads(json.dumps(found, default=str))
+    config = CONFIG_MAPPING[FILES[name][0]].from_dict(copy.deepcopy(lean)).to_dict()
+    return json.loads(json.dumps(config, default=str))
 
 
-# -- what transformers makes of a file -------------------------------------------------------------------------------
+# -- transformers ------------------------------------------------------------------------------------------------------
 
 
 class RefusedError(Exception):
-    """Transformers makes no module of a file."""
+    """Transformers builds no module from a config."""
 
 
 def module_of(fields: dict[str, Any], device: str = "meta") -> torch.nn.Module:
-    """The module of a file, without data."""
+    """Build the module of a config on the meta device."""
     fields = copy.deepcopy(fields)
     fields.pop("dtype", None), fields.pop("torch_dtype", None)
     try:
@@ -59,7 +59,7 @@ def module_of(fields: dict[str, Any], device: str = "meta") -> torch.nn.Module:
 
 
 def parameters_of(module: torch.nn.Module) -> int:
-    """Parameters of a module, each shared one once."""
+    """Count the parameters of a module, shared ones once."""
     return sum(p.numel() for p in module.parameters())
 
 
@@ -81,7 +81,7 @@ def inputs_of(fields: dict[str, Any], config: Any) -> dict[str, torch.Tensor]:
 
 
 def flops_of(module: torch.nn.Module, fields: dict[str, Any]) -> int:
-    """What torch counts while the module of a file runs."""
+    """Return torch's FLOP count of a config's module."""
     if next(module.parameters()).is_meta:
         raise RefusedError("no values to run on")
     try:
@@ -92,11 +92,11 @@ def flops_of(module: torch.nn.Module, fields: dict[str, Any]) -> int:
     return counter.get_total_flops()
 
 
-# -- what the library makes of it ------------------------------------------------------------------------------------
+# -- costgraph ---------------------------------------------------------------------------------------------------------
 
 
 def sizes_of(graph: cg.Graph, fields: dict[str, Any]) -> dict[str, int]:
-    """What the sizes that a file leaves open are bound to."""
+    """Return values for the sizes that a config leaves open."""
     name = fields["architectures"][0]
     if name.startswith(IMAGES):
         return {"B": B} | ({"R": 64} if name.startswith("ResNet") and "image_size" not in fields else {})
@@ -104,7 +104,7 @@ def sizes_of(graph: cg.Graph, fields: dict[str, Any]) -> dict[str, int]:
 
 
 def graph_of(fields: dict[str, Any], attention: str = "eager") -> cg.Graph:
-    """The declaration of a file, with attention as the module computes it."""
+    """Declare a config, with the module's attention implementation."""
     return cg.models.from_config(copy.deepcopy(fields), attention=attention)
 
 
@@ -124,15 +124,15 @@ MISSING = Missing()
 
 
 def names_in(name: str) -> list[str]:
-    """Every field that transformers or the library looks at, other names of one among them."""
+    """Return every field that transformers or the library reads, including aliases."""
     kind = CONFIG_MAPPING[FILES[name][0]]
-    own = {f.name for f in dataclasses.fields(kind)} | set(kind.attribute_map) | set(file_of(name, whole=True))
-    own |= {"num_experts", "num_local_experts", "num_hidden_layers", "num_labels", "rope_scaling", "rope_parameters",
+    names = {f.name for f in dataclasses.fields(kind)} | set(kind.attribute_map) | set(file_of(name, whole=True))
+    names |= {"num_experts", "num_local_experts", "num_hidden_layers", "num_labels", "rope_scaling", "rope_parameters",
             "partial_rotary_factor", "is_gated_act", "dense_act_fn", "hidden_size", "head_dim", "layer_types",
             "mlp_layer_types", "tie_word_embeddings", "sliding_window_pattern", "qk_head_dim", "num_layers",
             "scale_decoder_outputs", "n_embed", "n_head", "n_layer", "text_config_dict", "vision_config_dict",
             "quantization_config", "pretraining_tp", "num_stages", "intermediate_size", "attention_bias"}  # fmt: skip
-    return sorted(own - {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"})
+    return sorted(names - {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"})
 
 
 WORDS = [*ACTIVATIONS, *(f"gated-{a}" for a in ACTIVATIONS), "banana", "", "auto", "basic", "bottleneck", "greedy",
@@ -140,7 +140,7 @@ WORDS = [*ACTIVATIONS, *(f"gated-{a}" for a in ACTIVATIONS), "banana", "", "auto
 
 
 def values_for(value: Any) -> list[Any]:
-    """Other values that a field may be given: of its type, at the edge, and of other types."""
+    """Return replacement values for a field: with its type, edge cases, and other types."""
     plain = [None, True, False, 0, 1, 2, 3, 5, -1, 0.5, "banana", [], {}]
     if isinstance(value, bool):
         return [not value, None, 0, 1, 2, "true", "", [], 0.5]
@@ -180,7 +180,7 @@ def values_for(value: Any) -> list[Any]:
 
 
 def mutations(name: str, *, whole: bool) -> Iterator[tuple[str, Any]]:
-    """Each field with each other value."""
+    """Yield each field with each replacement value."""
     fields = file_of(name, whole=whole)
     every = file_of(name, whole=True)
     for field in names_in(name):
@@ -191,5 +191,5 @@ def mutations(name: str, *, whole: bool) -> Iterator[tuple[str, Any]]:
 
 
 def changed(fields: dict[str, Any], *changes: tuple[str, Any]) -> dict[str, Any]:
-    made = {**fields, **dict(changes)}
-    return {k: v for k, v in made.items() if v is not MISSING}
+    mutated = {**fields, **dict(changes)}
+    return {k: v for k, v in mutated.items() if v is not MISSING}

@@ -1,7 +1,7 @@
-"""torch's DistributedDataParallel on two real processes that meet over gloo, as a program.
+"""torch's DistributedDataParallel on two real processes over gloo, as a script.
 
-`python ddp_worlds.py FILE` writes for each case of `CASES` the bytes of each bucket of the fourth step, how often it
-was reduced, and the peak of the live storages of that step (torch makes its buckets anew behind the first).
+`python ddp_worlds.py FILE` writes for each case of `CASES` the bytes of each bucket in the fourth step, the number of
+its reductions, and the peak of live storages in that step (torch rebuilds its buckets after the first).
 """
 
 import json
@@ -21,22 +21,22 @@ RANKS = 2
 
 
 def model(kind):
-    """A llama: as it is, with a table that is its head too, with a table that is not trained, in bf16, with LoRA."""
-    made = Llama()
+    """A llama: plain, with tied embeddings, with a frozen embedding, in bf16, or with LoRA."""
+    llama = Llama()
     if kind == "tied":
-        made.head.weight = made.embed.weight
+        llama.head.weight = llama.embed.weight
     if kind in ("frozen", "lora"):
-        made.embed.requires_grad_(False)
+        llama.embed.requires_grad_(False)
     if kind == "lora":
-        made.requires_grad_(False)
-        for block in made.layers:
+        llama.requires_grad_(False)
+        for block in llama.layers:
             for name in ("q", "v"):
                 setattr(block.attention, name, Lora(getattr(block.attention, name)))
-    return made.bfloat16() if kind == "bf16" else made
+    return llama.bfloat16() if kind == "bf16" else llama
 
 
 class Lora(torch.nn.Module):
-    """A linear layer that stays, and the product of two thin ones."""
+    """A frozen linear layer and a low-rank update."""
 
     def __init__(self, base):
         super().__init__()
@@ -59,7 +59,7 @@ class Train(torch.nn.Module):
         return functional.cross_entropy(self.m(tokens).flatten(0, 1), targets.flatten())
 
 
-#: Kind of model, tokens of a sample, micro-batches, whether each is reduced, and DDP's own options.
+#: Kind of model, tokens per sample, micro-batches, whether each is reduced, and DDP options.
 CASES = {
     "copied": ("plain", 32, 1, True, {}),
     "viewed": ("plain", 32, 1, True, {"gradient_as_bucket_view": True}),
@@ -77,7 +77,7 @@ CASES = {
 
 
 def run(kind, length, parts, each, options):
-    """Take four steps, and look at the last."""
+    """Take four steps and record the last."""
     torch.manual_seed(0)
     seen, sizes = Seen(), []
     tokens = torch.zeros(SIZES["B"], length, dtype=torch.long)
@@ -105,13 +105,13 @@ def run(kind, length, parts, each, options):
 
 
 def work(rank, file):
-    """All cases on one rank."""
+    """Run all cases on one rank."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{file}.store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=1))
-    found = {name: run(*case) for name, case in CASES.items()}
+    results = {name: run(*case) for name, case in CASES.items()}
     if not rank:
-        Path(file).write_text(json.dumps(found), encoding="utf-8")
+        Path(file).write_text(json.dumps(results), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Generation in steps beside one pass over everything: lowered graphs that share parameters and hand caches on."""
+"""Stepwise generation against a single pass: lowered graphs that share parameters and pass caches on."""
 
 from keyword import iskeyword
 
@@ -14,30 +14,30 @@ def _module(graph, parameters=None, **sizes):
     with exact():
         module = lower(graph, **{k: v for k, v in sizes.items() if k in known_names(graph)})
     if parameters is not None:
-        own = module.state_dict()
+        state = module.state_dict()
         for name, t in parameters.items():
-            if name in own and ".kept" not in name and "_kept" not in name:
-                own[name].copy_(t)
+            if name in state and ".kept" not in name and "_kept" not in name:
+                state[name].copy_(t)
     return module
 
 
 def _appended(graph):
-    """Axis of the caches that grow, by the start of their names in the module."""
-    found = {}
+    """Return each growing cache's axis, keyed by its name prefix in the module."""
+    axes = {}
     for op in graph.walk():
         if op.kind.name == "append":
             levels = op.operands[0].name.replace(".", "_").split("/")
-            found[".".join(f"{n}_" if iskeyword(n) else n for n in levels)] = op.kind.axis
-    return found
+            axes[".".join(f"{n}_" if iskeyword(n) else n for n in levels)] = op.kind.axis
+    return axes
 
 
 def _hand_on(before, after, growing, new):
-    """Put what a step left in its caches where the next one expects it: in front of the new positions."""
-    kept = dict(before.named_buffers())
+    """Copy the caches of a step to the next step's inputs, before the new positions."""
+    buffers = dict(before.named_buffers())
     for name, target in after.named_buffers():
         if "_kept" not in name:
             continue
-        source = kept[name]
+        source = buffers[name]
         axis = next((a for start, a in growing.items() if name == start or name.startswith(f"{start}.")), None)
         if axis is None:
             target.copy_(source)
@@ -47,7 +47,7 @@ def _hand_on(before, after, growing, new):
 
 
 def _inputs(graph, values, start, count):
-    """Inputs that a graph takes: of those with positions, the new ones."""
+    """Return the inputs of a graph, sliced to the new positions."""
     taken = []
     for t in graph.tensors:
         if t.role == "input" and t.producer is None:
@@ -57,16 +57,16 @@ def _inputs(graph, values, start, count):
 
 
 def difference(graph, positions, steps, **sizes):
-    """Largest difference between logits made in steps and those of one pass, relative to the largest logit.
+    """Return the largest difference between the logits of steps and of a single pass, relative to the largest logit.
 
     Parameters
     ----------
     graph : Graph
-        A forward pass whose positions are S.
+        A forward pass over S positions.
     positions : int
-        Of the prompt.
+        Length of the prompt.
     steps : list of int
-        New positions of each step after it.
+        Number of new positions in each step after it.
     """
     whole = positions + sum(steps)
     full = _module(graph, S=whole, **sizes)
@@ -82,13 +82,13 @@ def difference(graph, positions, steps, **sizes):
     growing = _appended(next(iter(decoding.values())))
     prompt = cg.prefill(graph)
     module = _module(prompt, parameters, S=positions, **sizes)
-    made = [module(*_inputs(prompt, values, 0, positions))]
+    logits = [module(*_inputs(prompt, values, 0, positions))]
     at = positions
     for new in steps:
         step = decoding[new]
         following = _module(step, parameters, S=at + new, **sizes)
         _hand_on(module, following, growing, new)
-        made.append(following(*_inputs(step, values, at, new)))
+        logits.append(following(*_inputs(step, values, at, new)))
         module, at = following, at + new
-    got = torch.cat(made, 1)
+    got = torch.cat(logits, 1)
     return float((got - expected).abs().max() / expected.abs().max())

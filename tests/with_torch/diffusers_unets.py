@@ -1,7 +1,7 @@
-"""U-Nets of diffusion as diffusers 0.31 writes them (Apache 2.0), for it need not be installed.
+"""Diffusion U-Nets after diffusers 0.31 (Apache 2.0), so that it need not be installed.
 
 Follows `UNet2DModel`, `UNet2DConditionModel`, `ResnetBlock2D`, `Attention`, `Transformer2DModel`,
-`BasicTransformerBlock`, `Downsample2D` and `Upsample2D`; attention is computed eagerly, as its `AttnProcessor` does.
+`BasicTransformerBlock`, `Downsample2D` and `Upsample2D`; attention is eager, as in its `AttnProcessor`.
 """
 
 import math
@@ -95,7 +95,7 @@ class Transformer2D(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Attention over the pixels of an image, as `UNet2DModel` has it."""
+    """Attention over the pixels of an image, as in `UNet2DModel`."""
 
     def __init__(self, dim, heads, groups):
         super().__init__()
@@ -167,6 +167,6 @@ class UNet(nn.Module):
             for resnet, attention in zip(resnets, attentions, strict=True):
                 x = resnet(torch.cat([x, skips.pop()], dim=1), temb)
                 x = x if attention is None else attention(x, text)
-            if double is not None:  # with upsample_size, where a size is no multiple of what all levels halve it to
+            if double is not None:  # upsample_size, for sizes that the levels do not halve evenly
                 x = double(functional.interpolate(x, size=skips[-1].shape[2:], mode="nearest"))
         return self.conv_out(functional.silu(self.conv_norm_out(x)))

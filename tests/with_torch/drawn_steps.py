@@ -1,4 +1,4 @@
-"""Drawn graphs on drawn meshes of up to four ranks."""
+"""Random graphs on random meshes of up to four ranks."""
 
 from math import prod
 
@@ -11,13 +11,13 @@ from costgraph import testing
 from costgraph.errors import CostGraphError
 from costgraph.ir.graph import known_names
 
-#: What is not the same on two machines, or means nothing to torch.
+#: Ops that are random, or have no torch equivalent.
 UNLIKE = {"dropout", "opaque", "foreign", "empty", "unpool"}
 
 
 def drawn(count):
-    """Yield drawn graphs on drawn meshes of up to four ranks, by number."""
-    found = {}
+    """Yield random graphs on random meshes of up to four ranks, numbered."""
+    cases = {}
 
     @settings(max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
     @given(testing.graphs(), st.data())
@@ -31,9 +31,9 @@ def drawn(count):
             symbols = {n: ranks for n, ranks in spread.sizes.items() if n in known_names(sharded)}
             cg.peak_memory(sharded, **case.point, **symbols)
         except CostGraphError:
-            return  # `tests/laws/test_law_shard.py` looks at those
+            return  # `tests/laws/test_law_shard.py` covers those
         if cg.communication(sharded).rows:
-            found[f"drawn {len(found)}"] = Case(case.graph, sharded, spread.degrees, case.point, symbols)
+            cases[f"drawn {len(cases)}"] = Case(case.graph, sharded, spread.degrees, case.point, symbols)
 
     collect()
-    return found
+    return cases

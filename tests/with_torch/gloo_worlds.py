@@ -1,8 +1,8 @@
-"""Sharded steps on real processes, as a program: four ranks that meet over gloo, each beside its part of the whole.
+"""Sharded steps on real processes, as a script: four gloo ranks, each compared with its shard of the unsharded step.
 
-`python gloo_worlds.py FOLDER` writes a file for each rank: by case how far what it has is off, of how many tensors, and
-the collectives that torch's dispatcher saw; and `derived.json` with those that were derived. `FOLDER long 300` runs
-further cases and those of 300 drawn graphs that meet on a mesh of up to four ranks.
+`python gloo_worlds.py FOLDER` writes a file per rank: by case the largest error, the number of tensors, and the
+collectives that torch's dispatcher saw; and `derived.json` with the derived collectives. `FOLDER long 300` runs further
+cases and 300 random graphs on meshes of up to four ranks.
 """
 
 import json
@@ -29,24 +29,25 @@ KINDS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "re
 
 
 class Log(TorchDispatchMode):
-    """Collectives by name, axis and the bytes of the larger of what a rank brings and what it gets."""
+    """Collectives by name, axis and bytes: the larger of a rank's input and output."""
 
     def __init__(self, axes):
         super().__init__()
         self.axes, self.rows = axes, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
+        outputs = func(*args, **(kwargs or {}))
         space, name = func._schema.name.split("::")
         if space == "_c10d_functional" and name in KINDS:
-            sent = name == "all_to_all_single" and 0 in args[2]  # all of it to one other: what passes on in a ring
-            size = max(t.nbytes for t in (args[0], made))
+            sent = name == "all_to_all_single" and 0 in args[2]  # all of it to one peer: a ring pass
+            size = max(t.nbytes for t in (args[0], outputs))
             self.rows.append(("send" if sent else KINDS[name], self.axes[args[-1]], size))
-        return made
+        return outputs
 
 
 def part(array, dims, numbers, degrees, rank):
-    """What a rank has of a tensor: an axis in parts (n0, axis of the mesh, n1, ...), of which it has one of those."""
+    """Return a rank's shard; an axis is split into (n0, mesh axis, n1, ...), and a rank has one index along the mesh
+    axis."""
     for i, factors in enumerate(dims):
         if factors:
             shape = [degrees[f] if isinstance(f, str) else numbers(f) for f in factors]
@@ -57,7 +58,7 @@ def part(array, dims, numbers, degrees, rank):
 
 
 def places(sharded, module):
-    """Where each tensor of a module lies, by the name that torch has for it."""
+    """Return each tensor's placement in a module, by its torch name."""
     found, names = {}, Leaves(sharded)._names
     for t in (t for g in sharded.bodies() for t in g.tensors if t.name in names and t.producer is None):
         dims = sharded.sharding.places[t.name].dims[t.storage.pieces :]
@@ -67,17 +68,17 @@ def places(sharded, module):
 
 
 def flat(made):
-    """Outputs, those of a loop's iterations one by one, with the place of each among the graph's outputs."""
+    """Yield the outputs, loop iterations one by one, with the placement of each."""
     for i, y in enumerate(made if isinstance(made, tuple) else (made,)):
         yield from ((i, y) for y in (y if isinstance(y, tuple) else (y,)))
 
 
 def whole(case):
-    """What the unsharded step is given, makes and leaves."""
+    """The inputs, outputs and final state of the unsharded step."""
     module, inputs = lower(case.graph, **case.sizes), random_inputs(case.graph, **case.sizes)
     before = {n: t.clone() for n, t in module.state_dict().items()}
-    made = [(i, y.clone()) for i, y in flat(module(*(x.clone() for x in inputs)))]
-    return inputs, before, made, module.state_dict()
+    outputs = [(i, y.clone()) for i, y in flat(module(*(x.clone() for x in inputs)))]
+    return inputs, before, outputs, module.state_dict()
 
 
 def error(found, expected):
@@ -87,7 +88,7 @@ def error(found, expected):
 
 
 def run(case, mesh, expected):
-    """One rank's step, beside its part of what the whole one made."""
+    """Run one rank's step and compare it with its shard of the unsharded one."""
     inputs, before, made, after = expected
     sharded, sharding = case.sharded, case.sharded.sharding
     module = lower(sharded, mesh=mesh, **case.sizes, **case.symbols)
@@ -98,16 +99,16 @@ def run(case, mesh, expected):
         return part(array, dims, numbers, case.degrees, rank)
 
     at = places(sharded, module)
-    # what ranks have beside what one device has is written before it is read
+    # buffers that only ranks have are written before they are read
     module.load_state_dict(
         {n: own(before[n], at[n]) if n in before else t * torch.nan for n, t in module.state_dict().items()}
     )
     names = [t.name for t in case.graph.tensors if t.producer is None and t.role == "input"]
     given = [own(x, sharding.places[n].dims) for n, x in zip(names, inputs, strict=True)]
     with Log({mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names}) as log:
-        found = list(flat(module(*given)))
+        outputs = list(flat(module(*given)))
     errors = []
-    for (i, y), (_, y0) in zip(found, made, strict=True):
+    for (i, y), (_, y0) in zip(outputs, made, strict=True):
         dims = sharding.outputs[i].dims
         errors.append(error(y, own(y0, dims[len(dims) - y0.ndim :])))
     errors += [error(t, own(after[n], at[n])) for n, t in module.state_dict().items() if n in after]
@@ -115,7 +116,7 @@ def run(case, mesh, expected):
 
 
 def work(rank, folder, cases, expected):
-    """All cases on one rank; those of a smaller mesh leave the last ranks out."""
+    """Run all cases on one rank; smaller meshes leave the last ranks out."""
     store = dist.FileStore(str(folder / "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=1))
     meshes, found = {}, {}
@@ -132,13 +133,13 @@ def work(rank, folder, cases, expected):
 
 
 def derived(case):
-    """Collectives over axes of the mesh (a rank plays others alone): kind, axis, bytes, and how often."""
+    """Return the collectives over mesh axes (a rank simulates the others alone): kind, axis, bytes and count."""
     rows = cg.communication(case.sharded, **case.sizes, **case.symbols)
     return [[m.collective, m.axis, m.bytes, m.times] for m in rows if m.axis in case.degrees]
 
 
 def spawned(folder, cases, expected):
-    """Run all ranks; what is derived is there already, as a process that is forked has it."""
+    """Run all ranks; forked processes inherit the derived results."""
     children = []
     for rank in range(RANKS):
         child = os.fork()
@@ -154,23 +155,23 @@ def spawned(folder, cases, expected):
     return any(states)
 
 
-def meet(folder, cases):
-    """Run the whole and all ranks of each case; says whether one has failed."""
+def run_cases(folder, cases):
+    """Run the unsharded step and all ranks of each case; return whether any failed."""
     expected = {name: whole(case) for name, case in cases.items()}
-    found = {name: derived(case) for name, case in cases.items()}
-    (folder / "derived.json").write_text(json.dumps(found), encoding="utf-8")
+    derived_calls = {name: derived(case) for name, case in cases.items()}
+    (folder / "derived.json").write_text(json.dumps(derived_calls), encoding="utf-8")
     return spawned(folder, cases, expected)
 
 
 def main(folder, which="", examples=""):
     torch.set_num_threads(1)
     if not which:
-        return meet(Path(folder), {name: made() for name, made in CASES.items()})
+        return run_cases(Path(folder), {name: made() for name, made in CASES.items()})
     from drawn_steps import drawn
     from lowered import exact
 
-    with exact():  # drawn graphs have all formats
-        return meet(Path(folder), {name: made() for name, made in MORE.items()} | drawn(int(examples)))
+    with exact():  # random graphs use all dtypes
+        return run_cases(Path(folder), {name: made() for name, made in MORE.items()} | drawn(int(examples)))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python tests/with_torch/inductor_programs.py
 
-writes `inductor_kernels.json` anew: of each program the kernels that are loops, after fusion, with the bytes of the
-buffers that each reads and writes. It takes the scheduler of GPUs (Triton's) on a machine without one: compilation ends
-where code would be generated. What inductor does for CPUs alone is left out.
+rewrites `inductor_kernels.json`: the loop kernels of each program after fusion, with the bytes of the buffers that each
+reads and writes. It uses the GPU scheduler (Triton's) without a GPU: compilation stops before code generation. CPU-only
+lowerings are disabled.
 """
 
 import inspect
@@ -20,7 +20,7 @@ RECORD = Path(__file__).with_name("inductor_kernels.json")
 
 
 class Residual(nn.Module):
-    """Two convolutions and one beside them, with batch norm, activation in place and a residual."""
+    """Two convolutions and a shortcut convolution, with batch norm, in-place activation and a residual."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +91,8 @@ def combined(x, scores, residual, ids):
     return residual + (x * scores)[ids].reshape(19, 2, 61).sum(1)
 
 
-#: Functions, or a module, and the shapes of what they take, of indices their number: rows too few to be split.
+#: Functions, or a module, and the shapes of their operands, or the number of indices: too few rows for a split
+#: reduction.
 PROGRAMS = {
     "conv, norm, relu, residual": (Residual, [(3, 11, 17, 17)]),
     "softmax": (lambda x: torch.softmax(torch.relu(x), -1) * 2, [(37, 61)]),
@@ -117,7 +118,7 @@ PROGRAMS = {
 
 
 def _operand(shape):
-    """Return numbers, or as many indices."""
+    """Return random numbers, or as many indices."""
     return torch.randn(shape) if isinstance(shape, tuple) else torch.randint(0, shape, (shape,))
 
 
@@ -130,30 +131,31 @@ def program(name):
 
 @cache
 def _as_for_a_gpu():
-    """Leave out what inductor does for CPUs alone."""
+    """Disable inductor's CPU-only lowerings."""
     from torch._inductor import config, ir, lowering, scheduler
 
     config.cpu_backend, config.fx_graph_cache, config.layout_optimization = "triton", False, False
     ir.is_cpu = lambda _: False
-    asked = 'inputs[0].get_device().type == "cpu"'
-    exec(inspect.getsource(lowering.cat).replace(asked, "False"), vars(lowering))
-    lowering.lowerings[torch.ops.aten.cat.default] = lowering.cat  # which overloads that are there do not become
+    cpu_check = 'inputs[0].get_device().type == "cpu"'
+    exec(inspect.getsource(lowering.cat).replace(cpu_check, "False"), vars(lowering))
+    # otherwise the registered overloads keep the CPU lowering
+    lowering.lowerings[torch.ops.aten.cat.default] = lowering.cat
     for kind in (scheduler.ExternKernelSchedulerNode, scheduler.NopKernelSchedulerNode):
-        kind.group = None  # which a GPU's scheduler does not ask for
+        kind.group = None  # unused by the GPU scheduler
 
 
 def kernels(name):
-    """Return the bytes of each kernel of loops that inductor makes of a program."""
+    """Return the bytes for each loop kernel that inductor generates for a program."""
     from torch._inductor import scheduler
 
     class Scheduled(Exception):  # noqa: N818  # no error
         pass
 
-    found = []
+    byte_counts = []
 
     def codegen(self):
         loops = [n for n in self.nodes if isinstance(n, (scheduler.SchedulerNode, scheduler.FusedSchedulerNode))]
-        found.extend(node.get_read_write_buffers_sizes() for node in loops)
+        byte_counts.extend(node.get_read_write_buffers_sizes() for node in loops)
         raise Scheduled
 
     _as_for_a_gpu()
@@ -166,7 +168,7 @@ def kernels(name):
     except Exception as error:
         if "Scheduled" not in repr(error):
             raise
-    return found
+    return byte_counts
 
 
 if __name__ == "__main__":

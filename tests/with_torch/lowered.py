@@ -1,4 +1,4 @@
-"""Lowered graphs beside the NumPy interpreter, which has numbers for the same sources, and beside the profiler."""
+"""Lowered graphs against the NumPy interpreter on the same source values, and against the profiler."""
 
 import re
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from costgraph.torch.lowering import (
 
 @contextmanager
 def exact():
-    """Let every floating format be fp64, as the interpreter has it: what is compared then is what is computed."""
+    """Run every floating dtype as fp64, like the interpreter, so that rounding does not affect comparisons."""
     floats = {name: torch.float64 for name, d in context.FORMATS.items() if d.is_floating_point}
     blocks = dict.fromkeys(("fp6_e2m3", "fp6_e3m2", "fp4_e2m1", "mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp6_e3m2", "mxfp4",
                             "nvfp4"), torch.float64)  # fmt: skip
@@ -27,13 +27,13 @@ def exact():
 
 
 def sources(graph, module):
-    """Give the layers of a stack the same numbers, from 0.5 to 1.5, and return those of each source by its name.
+    """Give the layers of a stack the same values, from 0.5 to 1.5, and return the value of each source by name.
 
-    Indices keep their values; the interpreter has one array for all iterations of a parameter inside a loop.
+    Indices keep their values; the interpreter has one array for all iterations of a loop's parameter.
     """
     generator, found = torch.Generator().manual_seed(5), {}
     for name, t in module.state_dict().items():
-        base = re.sub(r"(\.\d+)+\Z", "", name)  # without the numbers of iterations
+        base = re.sub(r"(\.\d+)+\Z", "", name)  # without iteration numbers
         if t.is_floating_point():
             found.setdefault(base, torch.rand(t.shape, generator=generator, dtype=t.dtype) + 0.5)
         t.copy_(found.setdefault(base, t.clone()))
@@ -47,19 +47,19 @@ def sources(graph, module):
 
 
 def both(graph, point, functions=None):
-    """Outputs of the lowered graph and the interpreter's run on the same numbers."""
+    """Return the outputs from the lowered graph and the interpreter for the same values."""
     with exact():
         module = lower(graph, functions=functions, **point)
         inputs = [x.abs().clamp(0.5, 2) if x.is_floating_point() else x for x in random_inputs(graph, **point)]
     values = sources(graph, module)
     names = [t.name for t in graph.tensors if t.producer is None and t.role == "input"]
     values |= {n: x.numpy().astype(float) for n, x in zip(names, inputs, strict=True)}
-    made = module(*(x.clone() for x in inputs))
-    return made if isinstance(made, tuple) else (made,), testing.run(graph, values, **point)
+    outputs = module(*(x.clone() for x in inputs))
+    return outputs if isinstance(outputs, tuple) else (outputs,), testing.run(graph, values, **point)
 
 
 def held(graph, run):
-    """Which elements of each output there are."""
+    """Return masks with each output's defined elements."""
     out = []
     for t, b in zip(graph.outputs, run.outputs, strict=True):
         mask = np.ones(b.shape, dtype=bool)
@@ -71,7 +71,7 @@ def held(graph, run):
 
 
 def defined(run):
-    """Whether every number of a run is finite: what is no number hides in a maximum, or shows otherwise."""
+    """Whether every value of a run is finite: a maximum may hide NaNs."""
 
     def finite(v):
         points = list(v.points())
@@ -81,19 +81,19 @@ def defined(run):
 
 
 def measured_peak(module, inputs):
-    """Bytes at the peak that the CPU's profiler counts, on top of what is there before."""
+    """Return the peak bytes above the baseline, from the CPU profiler."""
     module(*inputs)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        made = module(*inputs)
+        outputs = module(*inputs)
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         live += event.nbytes()
         most = max(most, live)
-    del made
+    del outputs
     return most
 
 
 def throughout(module, inputs):
-    """Bytes of parameters, buffers and inputs."""
+    """Return the bytes of parameters, buffers and inputs."""
     return sum(t.numel() * t.element_size() for t in (*module.state_dict().values(), *inputs))

@@ -1,4 +1,4 @@
-"""Graphs of one op beside the plain torch call that does the same, and how both are held together."""
+"""Single-op graphs with the equivalent torch calls, and their comparison."""
 
 import torch
 from torch.nn import functional
@@ -11,9 +11,9 @@ CPU = torch.device("cpu")
 
 
 def shortly(patch):
-    """Let a calibration run each probe once, small products alone, and working sets as of a small cache.
+    """Run each calibration probe once, with small matmuls and working sets for a small cache.
 
-    The rates are of no use then: what is asked of such a calibration is what stands where.
+    The rates are meaningless; such a calibration only tests the output's structure.
     """
     run, products_of = calibration.timed, calibration.products
 
@@ -32,14 +32,14 @@ def shortly(patch):
 
 
 def declared(build, *shapes, dtype="fp32"):
-    """A graph of what `build` makes of inputs of these shapes."""
+    """Return a graph of `build` on inputs with these shapes."""
     with cg.Graph("case", dtype=dtype) as graph:
         graph.output(build(*(graph.input(f"x{i}", shape) for i, shape in enumerate(shapes))))
     return graph
 
 
 def elementwise(n):
-    """Sums, functions and reductions over n rows of 1024."""
+    """Yield sums, functions and reductions over n rows of 1024."""
     shape = (n, 1024)
     x, y, out = torch.rand(shape), torch.rand(shape), torch.rand(shape)
     column = torch.rand(n)
@@ -58,7 +58,7 @@ def elementwise(n):
 
 
 def products(m, k, n, dtype="fp32"):
-    """A product of (m, k) and (k, n)."""
+    """Yield a matmul of (m, k) and (k, n)."""
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[dtype]
     a, b = torch.rand(m, k).to(kind), torch.rand(k, n).to(kind)
     graph = declared(lambda x, y: cg.einsum(x, y, "m k, k n -> m n"), (m, k), (k, n), dtype=dtype)
@@ -66,6 +66,6 @@ def products(m, k, n, dtype="fp32"):
 
 
 def fastest(call, least=7, budget=0.4):
-    """Seconds of the fastest of many runs."""
+    """Return the fastest run's seconds."""
     with torch.no_grad():
         return timed(call, CPU, least=least, most=10**5, budget=budget).min

@@ -1,10 +1,10 @@
-"""Parameters and matmul FLOPs of small reference modules, as torch says them, recorded by torch's version.
+"""Parameters and matmul FLOPs of small reference modules, counted by torch and recorded with its version.
 
     python tests/with_torch/recorded_counts.py
 
-builds every module, runs it under torch's FlopCounterMode, and writes `recorded/counts.json` anew. A plain run of the
-tests compares declarations with these numbers, and with modules that are built and counted for a sample of each
-family; a long run counts all modules again. With another version of torch or transformers all are counted.
+builds every module, runs it under torch's FlopCounterMode, and rewrites `recorded/counts.json`. A plain test run
+compares declarations with these numbers, and counts a sample of each family again; a long run counts all modules again,
+as do runs with another version of torch or transformers.
 """
 
 import json
@@ -18,14 +18,14 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RECORD = HERE / "recorded" / "counts.json"
-#: Families of modules, and the tests whose `counted` asks torch about each of their `VARIANTS`.
+#: Module families, and the test modules whose `counted` counts their `VARIANTS` with torch.
 FAMILIES = {"dense": "test_zoo_dense", "moe": "test_zoo_moe"}
 
 Counts = tuple[int, int]
 
 
 def versions() -> dict[str, str]:
-    """Versions that the numbers depend on; the builds of one version count the same."""
+    """Return the versions that the counts depend on; builds of one version count the same."""
     return {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
 
 

@@ -1,4 +1,4 @@
-"""Plain torch modules of recurrent models that transformers does not have, after their published code."""
+"""Plain torch modules of recurrent models that transformers lacks, after their published code."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch.nn import functional
 
 
 class WordLanguageModel(nn.Module):
-    """`RNNModel` of pytorch/examples, word_language_model."""
+    """`RNNModel` from pytorch/examples, word_language_model."""
 
     def __init__(self, cell: type[nn.RNNBase], width: int, layers: int, words: int, *, tied: bool = False) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class WordLanguageModel(nn.Module):
 class LinearAttentionLayer(nn.Module):
     """`TransformerEncoderLayer` with `AttentionLayer(CausalLinearAttention())` of idiap/fast-transformers.
 
-    Its CUDA kernel adds up keys times values position by position, as the loop here does.
+    Its CUDA kernel accumulates keys times values position by position, like the loop here.
     """
 
     def __init__(self, width: int, heads: int, inner: int) -> None:
@@ -52,7 +52,7 @@ class LinearAttentionLayer(nn.Module):
 
 
 class LinearTransformer(nn.Module):
-    """Pixels to logits of the next one, with sines as positions, which are no parameters."""
+    """Map pixels to logits of the next one, with fixed sinusoidal positions."""
 
     def __init__(self, width: int, heads: int, inner: int, layers: int, words: int, positions: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def _shift(x: torch.Tensor) -> torch.Tensor:
 
 
 class TimeMix(nn.Module):
-    """`RWKV_Tmix_x070` of BlinkDL/RWKV-LM; the loop is what its kernel `wkv7` does."""
+    """`RWKV_Tmix_x070` from BlinkDL/RWKV-LM; the loop computes its kernel `wkv7`."""
 
     def __init__(self, width: int, size: int, ranks: dict[str, int], first: bool) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class ChannelMix(nn.Module):
 
 
 class RWKV7(nn.Module):
-    """The model `RWKV` with its blocks, whose first one normalises the embedding."""
+    """The model `RWKV` with its blocks, the first of which normalizes the embedding."""
 
     def __init__(self, width: int, size: int, inner: int, layers: int, words: int, ranks: dict[str, int]) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class RWKV7(nn.Module):
 
 
 class Headwise(nn.Module):
-    """`LinearHeadwiseExpand` of NX-AI/xlstm: a matrix for each block of channels."""
+    """`LinearHeadwiseExpand` from NX-AI/xlstm: a matrix per channel block."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Headwise(nn.Module):
 
 
 class CausalConv(nn.Module):
-    """`CausalConv1d` of NX-AI/xlstm, depthwise."""
+    """`CausalConv1d` from NX-AI/xlstm, depthwise."""
 
     def __init__(self, width: int, window: int) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class CausalConv(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """`MultiHeadLayerNorm` of NX-AI/xlstm: scales, no shifts."""
+    """`MultiHeadLayerNorm` from NX-AI/xlstm: scales without shifts."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class HeadNorm(nn.Module):
 
 
 class MLSTMBlock(nn.Module):
-    """`mLSTMBlock` of NX-AI/xlstm, its cell position by position."""
+    """`mLSTMBlock` from NX-AI/xlstm, with its cell position by position."""
 
     def __init__(self, width: int, heads: int, window: int, block: int) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class MLSTMBlock(nn.Module):
 
 
 class SLSTMBlock(nn.Module):
-    """`sLSTMBlock` of NX-AI/xlstm, with its gated feed-forward layer."""
+    """`sLSTMBlock` from NX-AI/xlstm, with its gated feed-forward layer."""
 
     def __init__(self, width: int, heads: int, inner: int, window: int) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class SLSTMBlock(nn.Module):
 
 
 class XLSTM(nn.Module):
-    """`xLSTMLMModel` of NX-AI/xlstm."""
+    """`xLSTMLMModel` from NX-AI/xlstm."""
 
     def __init__(
         self, width: int, heads: int, inner: int, layers: int, words: int, slstm: tuple[int, ...] = (),

@@ -1,4 +1,4 @@
-"""A llama in plain torch, and a mode that sees the collectives and live storages of what runs under it."""
+"""A llama in plain torch, and a dispatch mode that records collectives and live storages."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-# -- what is looked at -----------------------------------------------------------------------------------------------
+# -- recording ---------------------------------------------------------------------------------------------------------
 
 KINDS = {
     "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather",
@@ -90,7 +90,7 @@ KINDS = {
 
 
 class Seen(TorchDispatchMode):
-    """Collectives by phase, and the bytes of live storages, those that FSDP resizes included."""
+    """Collectives by phase, and the bytes of live storages, including those that FSDP resizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,17 +98,17 @@ class Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # its local ops come here again
-        made = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves((args, made)) if isinstance(t, torch.Tensor)]
+            return NotImplemented  # its local ops are dispatched here again
+        outputs = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, outputs)) if isinstance(t, torch.Tensor)]
         self.hold(*tensors)
         space, name = func._schema.name.split("::")
         if space in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor") and name in KINDS:
             self.rows[self.phase, KINDS[name], ranks_of(func, args), max(t.nbytes for t in tensors)] += 1
-        return made
+        return outputs
 
     def hold(self, *tensors: torch.Tensor) -> None:
-        """Count the storages of tensors from now until they die."""
+        """Count the storages of tensors until they are freed."""
         for t in tensors:
             storage = (t._local_tensor if isinstance(t, DTensor) else t).untyped_storage()
             key = storage._cdata
@@ -141,15 +141,15 @@ class Seen(TorchDispatchMode):
         return super().__exit__(*raised)
 
     def table(self) -> list[dict[str, Any]]:
-        """Rows as they are recorded, in the order of their first run."""
+        """Return the recorded rows, ordered by first occurrence."""
         names = ("phase", "collective", "ranks", "bytes")
         return [{**dict(zip(names, row, strict=True)), "times": times} for row, times in self.rows.items()]
 
 
 def ranks_of(func: Any, args: Any) -> int:
-    """How many ranks take part."""
+    """Return the number of ranks in a collective."""
     try:
         return fakes.CollectiveOp.get_process_group(func, args).size()
-    except Exception:  # a collective that the tool of torch does not know names its group at the end
+    except Exception:  # collectives unknown to torch's tool have their group name as the last argument
         group = next(a for a in reversed(args) if isinstance(a, str))
         return dist.distributed_c10d._resolve_process_group(group).size()

@@ -1,8 +1,8 @@
-"""What torch itself sends and holds when it shards: programs on a process group that has one real rank and fake others.
+"""Collectives and peaks of torch's own sharding: programs on a process group with one real rank and fake others.
 
-`python sharded_oracles.py sharded_oracles.json DATE` writes by program the collectives that reach the dispatcher: by
-phase, kind, ranks of their group and bytes of the whole tensor how often; and the peak of the live storages in the
-third step of those that have an optimizer. The model is a llama in fp32, `SIZES`.
+`python sharded_oracles.py sharded_oracles.json DATE` writes for each program its dispatched collectives, counted by
+phase, kind, group size and bytes of the whole tensor; and, with an optimizer, the peak of live storages in the third
+step. The model is a llama in fp32, `SIZES`.
 """
 
 import json
@@ -47,9 +47,9 @@ def trained(
     model: nn.Module, optimizer: torch.optim.Optimizer, seen: Seen, loss_in: Callable[[], Any] = nullcontext,
     parts: int = 1, each: bool = True,
 ) -> Answer:  # fmt: skip
-    """Take three steps, and look at the third; the model gets tokens of its own rank.
+    """Take three steps and record the third; each rank has its own tokens.
 
-    A step may be of several micro-batches, whose gradients are reduced with `each` or with the last one alone.
+    A step may have several micro-batches, with gradients reduced after `each` or after the last.
     """
     tokens = torch.zeros(SIZES["B"], SIZES["S"], dtype=torch.long)
     targets = tokens.clone()
@@ -60,9 +60,9 @@ def trained(
                 model.set_requires_gradient_sync(i == parts - 1)  # type: ignore[operator]
             with loss_in():
                 seen.phase = "forward"
-                made = model(tokens)
-                loss = functional.cross_entropy(made.flatten(0, 1), targets.flatten())
-                del made
+                logits = model(tokens)
+                loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+                del logits
                 seen.phase = "backward"
                 loss.backward()
         seen.phase = "optimizer"
@@ -83,19 +83,20 @@ def trained(
 
 
 def layouts(sequence: bool, loss: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What torch's tutorial has of tensor parallelism, with sequence parallelism, with a loss of sharded logits."""
-    own = Shard(1) if sequence else Replicate()
+    """Return the layouts in torch's tensor parallelism tutorial, with sequence parallelism and a sharded-logits
+    loss."""
+    activations = Shard(1) if sequence else Replicate()
     last = {"output_layouts": Shard(-1) if loss else Replicate(), "use_local_output": not loss}
-    model = {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=own),
-             "head": ColwiseParallel(input_layouts=own, **last)}  # fmt: skip
+    model = {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=activations),
+             "head": ColwiseParallel(input_layouts=activations, **last)}  # fmt: skip
     block = {
         f"{name}": ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
     }
-    block |= {name: RowwiseParallel(output_layouts=own) for name in ("attention.proj", "mlp.down")}
+    block |= {name: RowwiseParallel(output_layouts=activations) for name in ("attention.proj", "mlp.down")}
     if sequence:
         model["norm"] = SequenceParallel()
         block |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
-        both = {"input_layouts": (own,), "desired_input_layouts": (Replicate(),)}
+        both = {"input_layouts": (activations,), "desired_input_layouts": (Replicate(),)}
         block |= {"attention": PrepareModuleInput(**both), "mlp": PrepareModuleInput(**both)}
     return model, block
 
@@ -111,7 +112,7 @@ def tensor(seen: Seen, sequence: bool = False, loss: bool = False) -> Answer:
     parallelize_module(model, mesh, outer)
     for block in model.layers:
         parallelize_module(block, mesh, inner)
-    # foreach takes no plain tensors, as norms are without a sequence that is split, beside those of DTensor
+    # foreach optimizers cannot mix plain tensors, such as the norms without sequence parallelism, with DTensors
     return trained(model, adamw(model, foreach=sequence), seen, loss_parallel if loss else nullcontext)
 
 
@@ -119,7 +120,7 @@ def fully(
     seen: Seen, shape: tuple[int, ...] = (4,), names: tuple[str, ...] = ("dp",), parts: int = 1, each: bool = True,
     **options: Any,
 ) -> Answer:  # fmt: skip
-    """FSDP2, its units the blocks; on a mesh of two axes the outer one replicates."""
+    """FSDP2 with one unit per block; on a 2D mesh the outer axis replicates."""
     mesh, model = init_device_mesh("cpu", shape, mesh_dim_names=names), Llama()
     for block in model.layers:
         fully_shard(block, mesh=mesh, **options)
@@ -128,7 +129,7 @@ def fully(
 
 
 def both(seen: Seen) -> Answer:
-    """FSDP2 on 2 ranks of tensor and sequence parallelism on 4."""
+    """FSDP2 on 2 ranks with tensor and sequence parallelism on 4."""
     mesh, model = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")), Llama()
     outer, inner = layouts(sequence=True, loss=True)
     parallelize_module(model, mesh["tp"], outer)
@@ -140,14 +141,14 @@ def both(seen: Seen) -> Answer:
 
 
 def states(seen: Seen) -> Answer:
-    """ZeRO-1: data parallel with an optimizer whose states are split by parameter."""
+    """ZeRO-1: data parallelism with optimizer states sharded by parameter."""
     model = DistributedDataParallel(Llama())
 
     def hook(
         state: object, bucket: dist.GradBucket
     ) -> torch.futures.Future[
         torch.Tensor
-    ]:  # the reducer of C++ cannot read what a fake collective returns: the same all-reduce
+    ]:  # the C++ reducer cannot read the results of fake collectives: the same all-reduce
         dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
         done = torch.futures.Future()
         done.set_result(bucket.buffer())
@@ -159,7 +160,7 @@ def states(seen: Seen) -> Answer:
 
 
 def experts(seen: Seen) -> Answer:
-    """A mixture of experts as contractions (GShard) on 4 ranks: tokens and experts are split over the same axis."""
+    """An einsum mixture of experts (GShard) on 4 ranks: tokens and experts are split over the same axis."""
     mesh, (groups, s, e, c, m, f) = init_device_mesh("cuda", (4,)), EXPERTS.values()  # a fake world needs no device
 
     def local(*sizes: int, grad: bool = True) -> DTensor:
@@ -182,7 +183,7 @@ def experts(seen: Seen) -> Answer:
 
 
 def dropless(seen: Seen) -> Answer:
-    """Two experts of 4 ranks for each of 64 tokens: rows go to their experts and come back."""
+    """64 tokens with two experts each on 4 ranks: rows are dispatched to their experts and combined."""
     tokens, chosen, width = 64, 2, EXPERTS["M"]
     rows, splits = torch.randn(tokens * chosen, width, requires_grad=True), [tokens * chosen // 4] * 4
     send = dist._functional_collectives.all_to_all_single_autograd
@@ -196,13 +197,13 @@ def dropless(seen: Seen) -> Answer:
 
 
 def sequences() -> Iterator[torch.Tensor]:
-    """Queries, keys, values and a gradient, with a part of the sequence."""
+    """Return queries, keys, values and a gradient for a shard of the sequence."""
     b, h, s, k = ATTENTION.values()
     return (torch.randn(b, h, s // dist.get_world_size(), k) for _ in range(4))
 
 
 def rotating(seen: Seen, how: str) -> Answer:
-    """Ring attention: keys and values go round, or are gathered."""
+    """Ring attention: keys and values are passed around, or all-gathered."""
     q, k, v, grad = sequences()
     ring._cp_options.enable_load_balance = False
     ring.set_rotate_method(how)
@@ -228,21 +229,21 @@ def rotating(seen: Seen, how: str) -> Answer:
 
 
 def heads(seen: Seen) -> Answer:
-    """Ulysses: from parts of the sequence to heads and back; on a mesh of kind cuda, where that is an all-to-all."""
+    """Ulysses: from sequence shards to heads and back; on a cuda mesh, where this is an all-to-all."""
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     q, k, v, _ = (t.to("meta").requires_grad_() for t in sequences())
     with seen:
         seen.phase = "forward"
         parts = [DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in (q, k, v)]
-        own = [t.redistribute(mesh, [Shard(1)]).to_local() for t in parts]
-        made = torch.softmax(own[0] @ own[1].mT, -1) @ own[2]
+        local_parts = [t.redistribute(mesh, [Shard(1)]).to_local() for t in parts]
+        made = torch.softmax(local_parts[0] @ local_parts[1].mT, -1) @ local_parts[2]
         made = DTensor.from_local(made, mesh, [Shard(1)], run_check=False).redistribute(mesh, [Shard(2)])
         seen.phase = "backward"
         made.to_local().sum().backward()
     return {"collectives": seen.table()}
 
 
-#: Programs, and the ranks of their worlds.
+#: Programs, and their world sizes.
 PROGRAMS = {
     "tensor": (4, tensor),
     "tensor, loss parallel": (4, partial(tensor, loss=True)),
@@ -267,7 +268,7 @@ PROGRAMS = {
 
 
 def run(name: str) -> Answer:
-    """Run a program in a world of its own."""
+    """Run a program in its own process group."""
     ranks, program = PROGRAMS[name]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:

@@ -1,4 +1,4 @@
-"""Steps on meshes: a small llama and a mixture of experts, by what is stated of them."""
+"""Steps on meshes: a small llama and a mixture of experts with stated placements."""
 
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -7,13 +7,13 @@ from shared import load
 
 import costgraph as cg
 
-#: Small sizes that four ranks of every axis divide.
+#: Small sizes, divisible by four ranks on every axis.
 SIZES = {"B": 4, "S": 4, "D": 8, "F": 16, "H": 4, "G": 4, "K": 2, "L": 2, "V": 16}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step, the graph of one of its ranks, and sizes."""
+    """A step, one rank's graph, and its sizes."""
 
     graph: object
     sharded: object
@@ -24,7 +24,7 @@ class Case:
 
 
 def gradients_too(made):
-    """Let the gradients of a step be outputs."""
+    """Add the gradients of a step to its outputs."""
     with made:
         made.outputs.extend(made.gradients.values())
     return made
@@ -32,20 +32,20 @@ def gradients_too(made):
 
 @cache
 def step(name="llama-3-8b", optimizer="SGD", dtype="fp64"):
-    """A step whose gradients are outputs too."""
+    """Return a step with its gradients as outputs."""
     model = load(name, symbolic=True, dtype=dtype)
     return gradients_too(cg.training_step(model, optimizer=getattr(cg, optimizer)()))
 
 
 def parallel(name="llama-3-8b", sizes=SIZES, dp=1, cp=1, tp=1, optimizer="SGD", dtype="fp64", **options):
-    """A model of the zoo on a mesh of three axes."""
+    """A zoo model on a 3D mesh."""
     graph = step(name, optimizer, dtype)
     degrees = {axis: n for axis, n in (("dp", dp), ("cp", cp), ("tp", tp)) if n > 1}
     return Case(graph, cg.parallelize(graph, dp=dp, cp=cp, tp=tp, strict=True, **options), degrees, sizes)
 
 
 def gathered(policy, sizes=None, dtype="fp64", **degrees):
-    """Parameters are split over the axes of a policy, the batch over all axes: with others, HSDP."""
+    """Parameters sharded over a policy's axes, the batch over all axes: with further axes, HSDP."""
     graph, batch, own = step(dtype=dtype), " ".join(degrees), " ".join(policy.axes)
     placements = {"tokens": f"(b {batch}) s", "targets": f"(b {batch}) s"}
     for t in (t for t in graph.tensors if t.producer is None and t.role == "param"):
@@ -56,10 +56,10 @@ def gathered(policy, sizes=None, dtype="fp64", **degrees):
 
 
 def experts(sizes=None, dtype="fp64"):
-    """A mixture of experts as contractions (GShard, Lepikhin et al. 2020): tokens and experts on one axis."""
+    """An einsum mixture of experts (GShard, Lepikhin et al. 2020): tokens and experts on one axis."""
     G, S, E, C, M, F = cg.dims("G S E C M F")
     with cg.Graph("experts", dtype=dtype) as g:
-        # tokens have a gradient, as what a layer before has made
+        # tokens have a gradient, as the output of a previous layer would
         x, mask = g.param("x", (G, S, M)), g.input("mask", (G, S, E, C))
         up, down = g.param("up", (E, M, F)), g.param("down", (E, F, M))
         sent = cg.einsum(mask, x, "g s e c, g s m -> g e c m")
@@ -73,7 +73,7 @@ def experts(sizes=None, dtype="fp64"):
 
 
 def states():
-    """ZeRO-1 of two linear layers: states are split, parameters are written in parts and put together in place."""
+    """ZeRO-1 of two linear layers: states are sharded, updated parameters are all-gathered in place."""
     B, D, F = cg.dims("B D F")
     with cg.Graph("mlp", dtype="fp64") as g:
         h = cg.gelu(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F, bias=True, name="up"))
@@ -85,7 +85,7 @@ def states():
 
 
 def buffers():
-    """Megatron's policies: micro-batches add to gradients that a step keeps, which are reduced in place once."""
+    """Megatron's policies: micro-batches accumulate into persistent gradient buffers, reduced in place once."""
     model = load("llama-3-8b", symbolic=True, dtype="fp64")
     graph = cg.training_step(model, optimizer=cg.AdamW(), accumulate=2, set_to_none=False)
     sharded = cg.parallelize(graph, dp=2, tp=2, zero=1, sequence=True, system="megatron", strict=True)
@@ -93,16 +93,16 @@ def buffers():
 
 
 def buckets(**policy):
-    """Gradients of micro-batches that are reduced in buckets: of each and copied back, or once, and left there."""
+    """Gradient buckets of micro-batches: reduced and copied back each time, or reduced once and left there."""
     model = load("llama-3-8b", symbolic=True, dtype="fp64")
     graph = cg.training_step(model, optimizer=cg.AdamW(), accumulate=2)
-    options = {"reduce_each": not policy, "buckets": cg.Buckets(**policy), "strict": True}
+    options = {"reduce_every_microbatch": not policy, "buckets": cg.Buckets(**policy), "strict": True}
     sharded = cg.parallelize(graph, dp=2, tp=2, zero=1, sequence=True, **options)
     return Case(graph, sharded, {"dp": 2, "tp": 2}, SIZES)
 
 
 def lookups():
-    """Tables whose rows are split: what is looked up in them, along rows and along columns, and what is written."""
+    """Row-sharded tables: lookups along rows and along columns, and writes."""
     V, D, N, B = cg.dims("V D N B")
     with cg.Graph("lookups", dtype="fp64") as g:
         table, new = g.input("table", (V, D)), g.input("new", (N, D))
@@ -118,7 +118,7 @@ def lookups():
 
 
 def traced():
-    """A step of a traced module, one of whose weights is split over both axes of a mesh and gathered along one."""
+    """A step of a traced module, with one weight sharded over both mesh axes and gathered along one."""
     import torch
 
     from costgraph.torch import trace
@@ -137,13 +137,13 @@ def traced():
 
 
 def decoding(**degrees):
-    """One more token, on ranks with a part of the heads and of the positions of caches each."""
+    """A decode step with heads and cache positions sharded over ranks."""
     graph = cg.decode(load("llama-3-8b", symbolic=True, dtype="fp64"))
     return Case(graph, cg.parallelize(graph, **degrees, strict=True), degrees, {**SIZES, "S": 6})
 
 
 def attention(options, placement="b (s cp) d", forward=False, sizes=None, **shard):
-    """Attention of which each rank has a part of the sequence."""
+    """Attention with a sharded sequence."""
     B, S, D, H, G, K = cg.dims("B S D H G K")
     with cg.Graph("attention", dtype="fp64") as g:
         y = cg.nn.self_attention(g.input("x", (B, S, D)), H, K, groups=G, **options)

@@ -1,4 +1,4 @@
-"""FLOPs of aten ops against torch's own counter where it counts, else against a count of index points."""
+"""Aten op FLOPs against torch's counter or, where it has no formula, against a count of index points."""
 
 import re
 from functools import partial
@@ -34,11 +34,11 @@ def counted(program):
 
 
 def backward_of(function, *operands):
-    """Forward and backward of a function of some operands."""
+    """Return a function's forward and backward pass."""
     return lambda: function(*operands).sum().backward()
 
 
-# -- what torch's counter counts -----------------------------------------------------------------------------------
+# -- ops with a formula in torch's counter -----------------------------------------------------------------------------
 
 COUNTED = {
     "mm": lambda: backward_of(torch.mm, rand(3, 5), rand(5, 7)),
@@ -73,34 +73,34 @@ def transposed(axes, **options):
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_matmuls_are_those_of_torchs_counter(name):
+def test_matmul_flops_equal_torchs_counter(name):
     program = COUNTED[name]()
     calls = calls_of(program)
     assert calls.total("matmul") == calls.total("full") == counted(program) > 0
 
 
-def test_operands_without_a_gradient_cost_none():
+def test_operands_without_gradient_cost_no_backward_flops():
     x, w = torch.rand(2, 3, 11), rand(5, 3, 3)
     program = backward_of(functional.conv1d, x, w)
     points = 2 * 9 * 5 * 3 * 3
-    assert calls_of(program).total("matmul") == counted(program) == 2 * 2 * points  # no gradient of x
+    assert calls_of(program).total("matmul") == counted(program) == 2 * 2 * points  # x needs no gradient
 
 
-# -- what torch's counter does not count, or counts otherwise ------------------------------------------------------
+# -- ops without a formula in torch's counter, or with another one -----------------------------------------------------
 
 
 def pairs(queries, keys, causal):
-    """Pairs of a query and a key that are seen, one by one; torch aligns a causal mask at the first position."""
+    """Count the visible query-key pairs one by one; torch aligns a causal mask at the first position."""
     return sum(not causal or key <= query for query, key in product(range(queries), range(keys)))
 
 
 @pytest.mark.parametrize(("S", "T", "causal"), [(7, 7, True), (7, 11, True), (11, 7, True), (7, 11, False)])
-def test_attention_on_the_cpu_counts_the_pairs_that_are_seen(S, T, causal):
+def test_cpu_attention_counts_visible_pairs(S, T, causal):
     B, H, K, V = 2, 3, 5, 5
     q, k, v = rand(B, H, S, K), rand(B, H, T, K), rand(B, H, T, V)
     program = backward_of(lambda *x: functional.scaled_dot_product_attention(*x, is_causal=causal), q, k, v)
     calls = calls_of(program)
-    # forward scores and values; backward both again, and the gradients of queries, keys and values
+    # forward: scores and values; backward: both again, and the gradients of queries, keys and values
     forward, backward = 2 * (K + V), 2 * (3 * K + 2 * V)
     assert calls.total("matmul") == B * H * (forward + backward) * pairs(S, T, causal)
     assert calls.total("full") == B * H * (forward + backward) * S * T
@@ -108,31 +108,31 @@ def test_attention_on_the_cpu_counts_the_pairs_that_are_seen(S, T, causal):
     assert counted(program) == 0
 
 
-def test_kernels_of_a_gpu_count_as_that_of_the_cpu():
+def test_gpu_attention_kernels_count_like_the_cpu_kernel():
     q, k, v = spec(2, 3, 7, 5), spec(2, 3, 11, 5), spec(2, 3, 11, 5)
     arguments = {"query": q, "key": k, "value": v, "dropout_p": 0.0, "is_causal": True}
     names = [n for n in RULES if n.startswith("_scaled_dot_product") and not n.endswith("backward")]
-    found = {counts_of(Call(n, "", False, arguments, (q,))).matmul for n in names}
+    flops = {counts_of(Call(n, "", False, arguments, (q,))).matmul for n in names}
     assert len(names) == 5
-    assert found == {poly(2 * 3 * 4 * 5 * pairs(7, 11, True))}
+    assert flops == {poly(2 * 3 * 4 * 5 * pairs(7, 11, True))}
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
-def test_gradients_of_groups_cost_twice_the_forward(groups):
+def test_grouped_convolution_gradients_cost_twice_the_forward(groups):
     C, n = 16, 9
     x, w = rand(2, C, n, n), rand(C, C // groups, 3, 3)
     program = backward_of(lambda x, w: functional.conv2d(x, w, padding=1, groups=groups), x, w)
-    # index points: batch, places, channels made, channels of a group that are read, window
+    # index points: batch, output positions, output channels, input channels of a group, window
     points = sum(1 for _ in product(range(2), range(n * n), range(C), range(C // groups), range(9)))
     assert calls_of(program).total("matmul") == 3 * 2 * points
     assert (counted(program) == 3 * 2 * points) == (groups == 1)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_gradients_of_a_transposed_convolution(groups):
+def test_transposed_convolution_gradients_cost_twice_the_forward(groups):
     x, w = rand(2, 6, 5), rand(6, 4, 3)
     program = backward_of(lambda x, w: functional.conv_transpose1d(x, w, stride=2, groups=groups), x, w)
-    points = 2 * 5 * 6 * 4 * 3  # batch, places of the operand, its channels, channels made of a group, window
+    points = 2 * 5 * 6 * 4 * 3  # batch, input positions, input channels, output channels of a group, window
     assert calls_of(program).total("matmul") == 3 * 2 * points
 
 
@@ -140,11 +140,11 @@ UNCOUNTED = {
     "mv": (lambda: torch.mv(rand(3, 5), rand(5)), 2 * 3 * 5, 0),
     "dot": (lambda: torch.dot(rand(5), rand(5)), 2 * 5, 0),
     "vdot": (lambda: torch.vdot(rand(5), rand(5)), 2 * 5, 0),
-    "outer": (lambda: torch.outer(rand(3), rand(5)), 0, 3 * 5),  # nothing is summed
+    "outer": (lambda: torch.outer(rand(3), rand(5)), 0, 3 * 5),  # no sum
     "addmv": (lambda: torch.addmv(rand(3), rand(3, 5), rand(5)), 2 * 3 * 5, 3),
     "addr": (lambda: torch.addr(rand(3, 5), rand(3), rand(5)), 0, 2 * 3 * 5),
     "addbmm": (lambda: torch.addbmm(rand(3, 7), rand(2, 3, 5), rand(2, 5, 7)), 2 * 2 * 3 * 5 * 7, 3 * 7),
-    # x1 with the weight, 2 for each (n, o, i, j); the result with x2, 2 for each (n, o, j)
+    # x1 times the weight, 2 FLOPs per (n, o, i, j); the result times x2, 2 per (n, o, j)
     "bilinear": (
         lambda: functional.bilinear(rand(3, 5), rand(3, 7), rand(2, 5, 7)),
         2 * 3 * 2 * 5 * 7 + 2 * 3 * 2 * 7,
@@ -159,14 +159,14 @@ UNCOUNTED = {
 
 
 @pytest.mark.parametrize("name", UNCOUNTED)
-def test_products_that_torchs_counter_leaves_out(name):
+def test_matmuls_missing_in_torchs_counter_are_counted(name):
     program, matmul, pointwise = UNCOUNTED[name]
     calls = calls_of(program)
     assert (calls.total("matmul"), calls.total("pointwise")) == (matmul, pointwise)
-    assert counted(program) in (0, matmul)  # some are made of ops that it knows
+    assert counted(program) in (0, matmul)  # some decompose into ops with formulas
 
 
-def test_what_is_added_to_a_product_counts_with_its_scale():
+def test_addmm_counts_the_addition_and_scales():
     def flops(**scales):
         return calls_of(lambda: torch.addmm(rand(3, 7), rand(3, 5), rand(5, 7), **scales)).total("pointwise")
 
@@ -182,14 +182,14 @@ def test_low_precision_products():
     assert counts_of(call).matmul == counter.get_total_flops() == 2 * 32 * 16 * 48
 
 
-def test_products_of_groups_of_rows():
+def test_grouped_mm_counts_each_row_once():
     x, w = rand(11, 16).bfloat16(), rand(3, 16, 8).bfloat16()
     offsets = torch.tensor([2, 7, 11], dtype=torch.int32)
     points = sum(16 * 8 for group in (2, 5, 4) for _ in range(group))
     assert calls_of(lambda: torch._grouped_mm(x, w, offs=offsets)).total("matmul") == 2 * points
 
 
-def test_cutting_the_contracted_axis_into_groups():
+def test_grouped_mm_over_contracted_axis_counts_each_position_once():
     x, y = rand(8, 16).bfloat16(), rand(16, 24).bfloat16()
     offsets = torch.tensor([8, 16], dtype=torch.int32)
     points = 8 * 24 * 16  # each position of the contracted axis belongs to one group
@@ -199,24 +199,22 @@ def test_cutting_the_contracted_axis_into_groups():
 # -- the table -----------------------------------------------------------------------------------------------------
 
 
-def test_an_op_without_a_rule_is_an_error_that_names_it():
+def test_op_without_rule_is_named_in_the_error():
     with pytest.raises(UnsupportedError) as error:
         counts_of(Call("frobnicate", "default", False, {"self": spec(3)}, (spec(3),)))
     assert str(error.value) == (
-        f"aten::frobnicate.default: no rule says what it costs, expected one of {len(RULES)} ops that have one; "
-        f"register a rule under 'frobnicate' with costgraph.torch.tracing.rules.rule"
+        f"aten::frobnicate.default: no cost rule; expected one of {len(RULES)} ops with a rule, or "
+        f"register one under 'frobnicate' with costgraph.torch.tracing.rules.rule"
     )
 
 
-def test_what_no_declared_kinds_take_is_an_error_with_its_cause_and_line():
+def test_untranslatable_op_error_states_cause_and_line():
     with pytest.raises(UnsupportedError) as error:
         counts_of(Call("mm", "default", False, {"self": spec(3, 5), "mat2": spec(7, 2)}, (spec(3, 2),)))
-    text = (
-        r"aten::mm.default: no declared kinds say what it does, axis 'k' .* 5 .* 7 .*; and no rule says what it costs"
-    )
+    text = r"aten::mm.default: no op kind accepts these operands \(axis 'k' .* 5 .* 7 .*\), and there is no cost rule"
     assert re.match(text, str(error.value))
     net = torch.nn.Linear(5, 7, bias=False)
-    net.forward = lambda x: x @ net.weight.T  # the line that is named
+    net.forward = lambda x: x @ net.weight.T  # the line in the error
     with (
         mock.patch.dict(TRANSLATIONS, {"mm": lambda call: cg.ops.arange(-3)}),
         pytest.raises(
@@ -226,29 +224,29 @@ def test_what_no_declared_kinds_take_is_an_error_with_its_cause_and_line():
         trace(net, torch.rand(3, 5))
 
 
-def test_ops_that_find_sizes_in_data_count_each_element_that_they_look_at():
-    found = calls_of(lambda: torch.nonzero(torch.ones(3)))
-    assert found.total("pointwise") == 6
+def test_data_dependent_ops_count_each_input_element():
+    calls = calls_of(lambda: torch.nonzero(torch.ones(3)))
+    assert calls.total("pointwise") == 6
 
 
-def test_what_torch_calls_pointwise_counts_one_for_each_element():
+def test_pointwise_tagged_ops_count_one_flop_per_element():
     assert calls_of(lambda: torch.copysign(torch.rand(3, 5), torch.rand(5))).total("pointwise") == 15
     assert "copysign" not in RULES
 
 
-def test_every_rule_is_of_an_op_that_torch_has():
-    import torch.nn.attention.varlen  # which registers ops of its own
+def test_every_rule_belongs_to_an_existing_torch_op():
+    import torch.nn.attention.varlen  # registers its own ops
 
     schemas = torch._C._jit_get_all_schemas()
     known = {s.name.removeprefix("aten::").removesuffix("_") for s in schemas if s.name.startswith("aten::")}
     known |= {f"{s.name.removeprefix('aten::').removesuffix('_')}.{s.overload_name}" for s in schemas}
     known |= {s.name.replace("::", ".") for s in schemas}
-    # torchvision has a test of its schemas, and this package registers its own op when it is first needed
+    # torchvision's schemas have their own test, and the library registers its own op lazily
     elsewhere = {name for name in RULES if name.startswith(("torchvision.", "costgraph."))}
     assert sorted(set(RULES) - known - elsewhere) == []
 
 
-def test_rules_can_be_added_once():
+def test_rules_can_be_registered_only_once():
     @rule("frobnicate", "frobnicate.twice")
     def frobnicate(call):
         return Counts(pointwise=call.out.numel * (2 if call.overload == "twice" else 1))
@@ -256,13 +254,13 @@ def test_rules_can_be_added_once():
     try:
         flops = [counts_of(Call("frobnicate", o, False, {}, (spec(3),))).pointwise for o in ("default", "twice")]
         assert flops == [3, 6]
-        with pytest.raises(GraphError, match=r"^op of torch 'frobnicate' has a rule already, expected a new name$"):
+        with pytest.raises(GraphError, match=r"^op of torch 'frobnicate' already has a rule, expected a new name$"):
             rule("frobnicate")(frobnicate)
     finally:
         del RULES["frobnicate"], RULES["frobnicate.twice"]
 
 
-def test_what_a_caller_hands_in_for_results_is_not_read():
+def test_out_arguments_are_not_read():
     out = torch.empty(3, 7)
     seen = calls_of(lambda: torch.mm(torch.rand(3, 5), torch.rand(5, 7), out=out)).of("mm")
     assert [number(n) for n in seen.counts.reads] == [4 * 15, 4 * 35, 0]

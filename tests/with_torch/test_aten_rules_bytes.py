@@ -1,4 +1,4 @@
-"""Bytes that aten ops read and write where those are not all operands and all results."""
+"""Bytes of aten ops that do not read all operands or write all results in full."""
 
 import pytest
 
@@ -11,11 +11,11 @@ from torch.nn import functional
 import costgraph as cg
 from costgraph.torch import lower, trace
 
-V, D, N = 13, 5, 7  # rows of a table, their size, how many are looked up
+V, D, N = 13, 5, 7  # table rows, row size, number of lookups
 
 
 def moved(program, name):
-    """Bytes read of each tensor argument and written of each result, None where they are whole."""
+    """Return the bytes read per tensor argument and written per result, None for all bytes."""
     seen = calls_of(program).of(name)
     for amounts, tensors in ((seen.counts.reads, seen.call.operands), (seen.counts.writes, seen.call.results)):
         assert amounts is None or len(amounts) == len(tensors)
@@ -32,7 +32,7 @@ def ids(*sizes):
     return torch.zeros(sizes, dtype=torch.int64)
 
 
-# 4 bytes of an element in fp32, 8 of an index
+# 4 bytes per fp32 element, 8 per index
 PICKS = {
     "embedding": (lambda: functional.embedding(ids(N), table()), "embedding", [4 * N * D, 8 * N]),
     "of more indices than rows": (
@@ -56,13 +56,13 @@ PICKS = {
 
 
 @pytest.mark.parametrize("name", PICKS)
-def test_a_lookup_reads_the_rows_and_not_the_table(name):
+def test_lookup_reads_only_selected_rows(name):
     program, op, reads = PICKS[name]
     assert moved(program, op) == (reads, None)
 
 
 CHANGES = {
-    # name of the op, what it reads of self, indices and values, what it writes, FLOPs
+    # op name, bytes read from self, indices and values, bytes written, FLOPs
     "index_put_": (
         lambda: table().index_put_((ids(N),), torch.rand(N, D)), "index_put", [0, 8 * N, 4 * N * D], 4 * N * D, 0,
     ),
@@ -80,7 +80,7 @@ CHANGES = {
     "scatter_": (
         lambda: table().scatter_(0, ids(N, D), torch.rand(N, D)), "scatter", [0, 8 * N * D, 4 * N * D], 4 * N * D, 0,
     ),
-    "scatter_ of a part": (  # of the source as much as there are indices
+    "scatter_ of a part": (  # reads only as much of the source as there are indices
         lambda: table().scatter_(0, ids(2, D), torch.rand(N, D)), "scatter", [0, 8 * 2 * D, 4 * 2 * D], 4 * 2 * D, 0,
     ),
     "scatter_ of a number": (lambda: table().scatter_(0, ids(N, D), 1.0), "scatter", [0, 8 * N * D], 4 * N * D, 0),
@@ -104,24 +104,24 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_in_place_touches_what_it_changes(name):
+def test_in_place_writes_move_only_changed_elements(name):
     program, op, reads, writes, flops = CHANGES[name]
     assert moved(program, op) == (reads, [writes])
     assert calls_of(program).total("pointwise") == flops
 
 
-def test_a_change_of_a_copy_moves_the_whole():
+def test_out_of_place_index_put_moves_the_whole_table():
     seen = calls_of(lambda: table().index_put((ids(N),), torch.rand(N, D))).of("index_put")
     assert [number(n) for n in seen.counts.reads] == [4 * V * D, 8 * N, 4 * N * D]
     assert seen.counts.writes is None
 
 
-def test_a_source_that_is_expanded_is_read_once():
+def test_expanded_source_is_read_once():
     program = lambda: table().index_put_((ids(N),), torch.rand(1, D).expand(N, D))  # noqa: E731  # one of a list above
     assert moved(program, "index_put")[0] == [0, 8 * N, 4 * D]
 
 
-# -- what is written over, or only looked at -----------------------------------------------------------------------
+# -- overwritten operands, and operands used only for their shape ------------------------------------------------------
 
 UNREAD = {
     "copy_": (lambda: table().copy_(torch.rand(D)), "copy", [0, 4 * D], None),
@@ -139,13 +139,13 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_what_is_written_over_is_not_read(name):
+def test_overwritten_operands_are_not_read(name):
     program, op, reads, writes = UNREAD[name]
     assert moved(program, op) == (reads, writes)
     assert calls_of(program).total("pointwise") == 0
 
 
-def test_gradients_that_need_the_shape_of_an_operand_do_not_read_it():
+def test_gradients_do_not_read_operands_used_for_their_shape():
     x = torch.rand(2, 3, 8, 8, requires_grad=True)
     grad = 4 * 2 * 3 * 4 * 4
     mean = lambda: functional.avg_pool2d(x, 2).sum().backward()  # noqa: E731  # read as the line below
@@ -156,7 +156,7 @@ def test_gradients_that_need_the_shape_of_an_operand_do_not_read_it():
 
 
 class Updated(torch.nn.Module):
-    """Parameters of several sizes, and their sum."""
+    """Parameters with several sizes, and their sum."""
 
     def __init__(self):
         super().__init__()
@@ -166,8 +166,8 @@ class Updated(torch.nn.Module):
         return sum(w.sum() for w in self.weights)
 
 
-def of_updates(graph, name):
-    """Bytes read of operands and written of results by each call of an op, and its FLOPs."""
+def update_calls(graph, name):
+    """Return the bytes read and written by each call of an op, and its FLOPs."""
     for op in graph.ops:
         if op.call is not None and op.call.target.startswith(name):
             reads, writes = op.kind.reads(op), op.kind.writes(op)
@@ -178,16 +178,16 @@ def of_updates(graph, name):
             )
 
 
-def test_a_fused_update_writes_parameters_and_state():
+def test_fused_update_writes_parameters_and_state():
     graph = trace(Updated(), train=True, optimizer=lambda params: torch.optim.AdamW(params, fused=True))
-    first, second = of_updates(graph, "_fused_adamw_")
-    # parameter, gradient (read alone) and two moments, and the number of the step
+    first, second = update_calls(graph, "_fused_adamw_")
+    # parameter, gradient (read only), two moments, and the step counter
     assert (sorted(first[0].values()), first[1]) == ([4, 12, 12, 12, 12], [12, 12, 12])
     assert (sorted(second[0].values()), second[1]) == ([4, 20, 20, 20, 20], [20, 20, 20])
-    assert cg.costs(graph).filter(phase="optimizer").total().pointwise == (3 + 5) * 13 + 2  # and two steps counted
+    assert cg.costs(graph).filter(phase="optimizer").total().pointwise == (3 + 5) * 13 + 2  # and two step counters
 
 
-def test_a_fused_update_that_scales_gradients_writes_them_too():
+def test_fused_update_writes_rescaled_gradients():
     class Scaled(torch.nn.Module):
         def forward(self, *lists):
             torch._fused_adam_(
@@ -196,21 +196,21 @@ def test_a_fused_update_that_scales_gradients_writes_them_too():
             )  # fmt: skip
 
     given = [torch.rand(3) for _ in range(4)] + [torch.ones(()) for _ in range(3)]
-    ((reads, writes, flops),) = of_updates(trace(Scaled(), *given), "_fused_adam_")
+    ((reads, writes, flops),) = update_calls(trace(Scaled(), *given), "_fused_adam_")
     assert sorted(reads.values()) == [4, 4, 4, 12, 12, 12, 12]
     assert writes == [12] * 4
-    assert flops == 3 * (12 + 1)  # as without, and the division
+    assert flops == 3 * (12 + 1)  # as without scaling, plus the division
 
 
-def test_calls_on_lists_are_declared_ops_one_for_each_tensor():
-    """What a call on a list does is done with each tensor by itself; of numbers beside it each has its own."""
+def test_foreach_calls_become_one_op_per_tensor():
+    """A foreach call acts on each tensor separately; scalar lists have one value per tensor."""
 
     class Lists(torch.nn.Module):
         def forward(self, a, b, c, d):
             torch._foreach_addcdiv_([a, c], [b, d], [b, d], [0.5, 1.0])
-            made = torch._foreach_add([a, c], [b, d], alpha=2)
+            sums = torch._foreach_add([a, c], [b, d], alpha=2)
             torch._foreach_zero_([b, d])
-            return *made, *torch._foreach_norm(made)
+            return *sums, *torch._foreach_norm(sums)
 
     graph = trace(Lists(), *(torch.rand(n) for n in (3, 3, 5, 5)))
     rows = [(op, [op] if op.body is None else op.body.ops) for op in graph.ops if op.call]

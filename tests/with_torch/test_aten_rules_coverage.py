@@ -1,4 +1,4 @@
-"""Programs of all kinds, each aten op of which has to have a rule that fits its operands and results."""
+"""Every aten op of varied programs has a rule that matches its operands and results."""
 
 import pytest
 
@@ -18,11 +18,11 @@ def ids(most, *sizes):
     return torch.randint(0, most, sizes)
 
 
-def held(program):
-    """Run a program, forward and where it can be backward, and check what every rule says."""
+def check_rules(program):
+    """Run a program, forward and if possible backward, and check every rule."""
     with Calls() as calls:
-        made = program()
-        leaves = [t for t in torch.utils._pytree.tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad]
+        result = program()
+        leaves = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
         if leaves:
             torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
     for seen in calls.seen:
@@ -87,7 +87,7 @@ LAYERS = {name: (module, operands) for name, module, operands in layers()}
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name):
     module, operands = LAYERS[name]
-    assert held(lambda: module(*operands)).seen
+    assert check_rules(lambda: module(*operands)).seen
 
 
 def losses():
@@ -118,7 +118,7 @@ LOSSES = dict(losses())
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, reduction):
-    assert held(lambda: LOSSES[name](reduction)).total("pointwise") > 0
+    assert check_rules(lambda: LOSSES[name](reduction)).total("pointwise") > 0
 
 
 FUNCTIONS = {
@@ -151,7 +151,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name):
-    assert held(lambda: FUNCTIONS[name](rand(6, 8), rand(6, 8))).seen
+    assert check_rules(lambda: FUNCTIONS[name](rand(6, 8), rand(6, 8))).seen
 
 
 OPTIMIZERS = {
@@ -175,20 +175,20 @@ def test_optimizers(name, foreach):
             nn.utils.clip_grad_norm_(params, 1.0)
             optimizer.step()
 
-        flops.append(held(step).total("pointwise"))
-    assert flops[1] >= 29  # one for each element at the least
+        flops.append(check_rules(step).total("pointwise"))
+    assert flops[1] >= 29  # at least one per element
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "RMSprop", "NAdam", "Adamax"])
-def test_an_update_of_a_list_costs_what_single_ones_cost(name):
+def test_foreach_update_costs_the_same_as_single_updates(name):
     def flops(**options):
         params = [nn.Parameter(torch.rand(n)) for n in (13, 11)]
         optimizer = getattr(torch.optim, name)(params, lr=0.1, **options)
         for _ in range(2):
             for p in params:
                 p.grad = torch.ones_like(p)
-            calls = held(optimizer.step)
-        # the counters and what is made of them: a few numbers for each parameter
+            calls = check_rules(optimizer.step)
+        # the step counters and bias corrections: a few numbers per parameter
         large = [s.counts for s in calls.seen if any(t.numel != 1 for t in s.call.operands)]
         return sum(number(c.pointwise + c.transcendental) for c in large)
 
@@ -206,6 +206,6 @@ def test_scaled_gradients():
         scaler.step(optimizer)
         scaler.update()
 
-    names = [s.call.name for s in held(step).seen]
+    names = [s.call.name for s in check_rules(step).seen]
     assert "_amp_foreach_non_finite_check_and_unscale" in names
     assert "_amp_update_scale" in names

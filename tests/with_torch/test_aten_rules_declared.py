@@ -1,4 +1,4 @@
-"""A kernel of torch costs what the library's own declaration of the same computation costs."""
+"""Rules for torch kernels give the same costs as the library's declarations."""
 
 import pytest
 
@@ -18,14 +18,14 @@ R, N = 7, 11
 
 
 def declared(build, *phases):
-    """FLOPs by kind of some phases of a declared graph, and of a scope alone where one is named `kernel`."""
+    """Return a declared graph's FLOPs by kind in some phases, or in the scope `kernel`."""
     with cg.Graph("g") as g:
         with cg.scope("kernel"):
-            made = build(g)
-        g.output(made if not made.shape else cg.reduce(made, f"{_names(made)} -> ", "sum"))
+            result = build(g)
+        g.output(result if not result.shape else cg.reduce(result, f"{_names(result)} -> ", "sum"))
     rows = cg.costs(cg.backward(g)).rows
-    found = [r for r in rows if r.direction == "compute" and r.phase in phases and r.scope.startswith("kernel")]
-    return tuple(int(sum(r.amount.constant for r in found if r.kind == kind)) for kind in KINDS)
+    selected = [r for r in rows if r.direction == "compute" and r.phase in phases and r.scope.startswith("kernel")]
+    return tuple(int(sum(r.amount.constant for r in selected if r.kind == kind)) for kind in KINDS)
 
 
 def _names(t):
@@ -33,7 +33,7 @@ def _names(t):
 
 
 def traced(program, *names):
-    """FLOPs by kind of the named aten ops of a program."""
+    """Return the FLOPs by kind in a program's named aten ops."""
     with Calls() as calls:
         program()
     calls.seen = [s for s in calls.seen if s.call.name in names]
@@ -104,7 +104,7 @@ def test_cross_entropy():
     assert traced(program, "_log_softmax_backward_data", "nll_loss_backward") == declared(build, "backward")
 
 
-def test_rms_norm_where_it_is_one_kernel():
+def test_fused_rms_norm_costs_the_same_as_declared():
     x, w = spec(R, N), spec(N)  # a CPU has no such kernel
     forward = {"input": x, "normalized_shape": (N,), "weight": w, "eps": 1e-6}
     backward = {"grad_out": x, **forward, "rstd": spec(R, 1), "output_mask": (True, True)}
@@ -112,8 +112,8 @@ def test_rms_norm_where_it_is_one_kernel():
     def build(g):
         return cg.rms_norm(g.param("x", (R, N)))
 
-    made = Call("_fused_rms_norm", "", False, forward, (x, spec(R, 1)))
-    assert kinds(counts_of(made)) == declared(build, "forward")
+    call = Call("_fused_rms_norm", "", False, forward, (x, spec(R, 1)))
+    assert kinds(counts_of(call)) == declared(build, "forward")
     gradients = Call("_fused_rms_norm_backward", "", False, backward, (x, w))
     assert kinds(counts_of(gradients)) == declared(build, "backward")
     of_data = Call("_fused_rms_norm_backward", "", False, backward | {"output_mask": (False, True)}, (w,))
@@ -146,13 +146,13 @@ def test_shared_heads():
         q, k, v = rand(2, 6, 5, 7), rand(2, 3, 5, 7), rand(2, 3, 5, 7)
         functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-    # with the statistic that a backward pass reads, which torch always writes
+    # includes the log-sum-exp for the backward pass, which torch always writes
     assert traced(program, "_scaled_dot_product_flash_attention_for_cpu") == declared(build, "forward")
 
 
 # -- elementwise functions -----------------------------------------------------------------------------------------
 
-#: The library's name of a function, and a program that runs it in torch with a = b = c.
+#: For each library function, a program that runs it in torch with a = b = c.
 FUNCTION_CALLS = {
     **{
         name: (lambda op: lambda x: op(x))(getattr(torch, name))
@@ -183,7 +183,7 @@ FUNCTION_CALLS = {
 
 
 @pytest.mark.parametrize("name", FUNCTION_CALLS)
-def test_functions_cost_what_the_table_says(name):
+def test_function_costs_match_the_table(name):
     x = torch.rand(3, 5)
     function = FUNCTIONS[name]
     seen = calls_of(lambda: FUNCTION_CALLS[name](x)).seen[-1].counts  # a mask is made before it
@@ -191,7 +191,7 @@ def test_functions_cost_what_the_table_says(name):
 
 
 @pytest.mark.parametrize("name", sorted(n for n in FUNCTIONS if n.endswith("_backward")))
-def test_gradients_of_activations_cost_what_the_table_says(name):
+def test_activation_gradient_costs_match_the_table(name):
     plain = {
         "threshold": functional.relu,
         "tanh": torch.tanh,
@@ -205,9 +205,12 @@ def test_gradients_of_activations_cost_what_the_table_says(name):
     x = rand(3, 5)
     y = op(x)
     calls = calls_of(lambda: y.backward(torch.ones(3, 5)))
-    (seen,) = (s.counts for s in calls.seen if "backward" in s.call.name)
+    (backward_counts,) = (s.counts for s in calls.seen if "backward" in s.call.name)
     function = FUNCTIONS[name]
-    assert (seen.pointwise, seen.transcendental) == (15 * function.flops, 15 * function.transcendentals)
+    assert (backward_counts.pointwise, backward_counts.transcendental) == (
+        15 * function.flops,
+        15 * function.transcendentals,
+    )
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------
@@ -237,11 +240,11 @@ def test_updates(name, implementation):
         g.output(parts[0] + parts[1])
     step = cg.training_step(g, optimizer=ours(implementation=implementation, **options))
     rows = [r for r in cg.costs(step).rows if r.direction == "compute" and r.phase == "optimizer"]
-    # the counters of fused optimizers, one number for each parameter; torch keeps them for the others too
+    # the step counters of fused optimizers, one number per parameter; torch keeps them for the others too
     rows = [r for r in rows if not r.op.rpartition("/")[2].startswith("step")]
     params = [torch.nn.Parameter(torch.rand(s)) for s in shapes]
     optimizer = theirs(params, **{implementation: True}, **options)
-    for _ in range(2):  # a later step: state is there
+    for _ in range(2):  # the second step has state
         for p in params:
             p.grad = torch.ones_like(p)
         calls = calls_of(optimizer.step)

@@ -1,4 +1,4 @@
-"""Rules on symbols: one traced graph, bound to sizes, says what the rules say of runs at those sizes."""
+"""Symbolic rules: a traced graph bound to sizes gives the costs of runs at those sizes."""
 
 import pytest
 from budget import in_part
@@ -17,15 +17,15 @@ KINDS = ("matmul", "pointwise", "transcendental")
 
 
 class Loss(nn.Module):
-    """A module, and the mean of what it returns first."""
+    """A module, and the mean of its first output."""
 
     def __init__(self, body):
         super().__init__()
         self.body = body
 
     def forward(self, x):
-        made = self.body(x)
-        return (made[0] if isinstance(made, tuple) else made).square().mean()
+        outputs = self.body(x)
+        return (outputs[0] if isinstance(outputs, tuple) else outputs).square().mean()
 
 
 class Attention(nn.Module):
@@ -55,7 +55,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", in_part(PROGRAMS, 0, 2))
-def test_a_graph_bound_to_sizes_says_what_runs_say(name):
+def test_bound_trace_costs_equal_those_of_runs(name):
     body, axes, *shapes = PROGRAMS[name]
     module = Loss(body)
     graph = trace(module, torch.rand(shapes[0]), dims=[axes], train=True)
@@ -65,5 +65,5 @@ def test_a_graph_bound_to_sizes_says_what_runs_say(name):
         with Calls() as calls:
             module(torch.rand(shape)).backward()
         module.zero_grad()
-        found = {kind: getattr(total, kind) for kind in KINDS}
-        assert found == {kind: calls.total(kind) for kind in KINDS}, sizes
+        derived = {kind: getattr(total, kind) for kind in KINDS}
+        assert derived == {kind: calls.total(kind) for kind in KINDS}, sizes

@@ -1,4 +1,4 @@
-"""Pooling, resampling, losses and scans: FLOPs against a walk over the elements that are touched."""
+"""Pooling, resampling, losses and scans: FLOPs against a walk over the touched elements."""
 
 from math import ceil, floor
 
@@ -24,7 +24,7 @@ def rand(*sizes):
 
 
 def flops_of(program, name):
-    """FLOPs that are neither matmuls nor transcendental of the only call of an op."""
+    """Return the FLOPs of an op's single call, without matmuls and transcendentals."""
     return number(calls_of(program).of(name).counts.pointwise)
 
 
@@ -32,7 +32,7 @@ def flops_of(program, name):
 
 
 @pytest.mark.parametrize(("window", "stride", "padding"), [(3, 2, 1), (2, 2, 0), (3, 1, 1)])
-def test_windows_one_by_one(window, stride, padding):
+def test_pooling_flops_equal_window_by_window_count(window, stride, padding):
     n = 11
     places = len(range(0, n + 2 * padding - window + 1, stride))
     elements = 2 * 3 * places**2
@@ -43,17 +43,17 @@ def test_windows_one_by_one(window, stride, padding):
         calls = calls_of(lambda pooling=pooling: pooling(x, **shape).sum().backward())
         forward, backward = (s for s in calls.seen if "pool" in s.call.name)
         assert number(forward.counts.pointwise) == elements * window**2
-        # a maximum hands its gradient to one element, a mean to all of them
+        # a maximum passes its gradient to one element, a mean to all elements
         assert number(backward.counts.pointwise) == elements * (1 if name == "max_pool2d" else window**2)
 
 
 def reached(n, k):
-    """Elements of all windows that divide n elements into k parts, as torch's kernel walks over them."""
+    """Count the elements of all adaptive windows that divide n elements into k parts, as torch's kernel visits them."""
     return sum(ceil((i + 1) * n / k) - floor(i * n / k) for i in range(k))
 
 
 @pytest.mark.parametrize(("n", "k"), [(12, 4), (11, 4), (7, 7), (5, 7), (13, 1), (12, 8)])
-def test_windows_that_divide_an_axis(n, k):
+def test_adaptive_pooling_counts_its_windows(n, k):
     x = rand(2, 3, n, 11)
     elements = 2 * 3 * reached(n, k) * reached(11, 5)
     calls = calls_of(lambda: functional.adaptive_avg_pool2d(x, (k, 5)).sum().backward())
@@ -62,19 +62,19 @@ def test_windows_that_divide_an_axis(n, k):
 
 
 @pytest.mark.parametrize("n", [7, 12, 14, 15])
-def test_windows_that_divide_an_axis_of_any_size(n):
+def test_adaptive_pooling_counts_windows_of_an_open_axis(n):
     x, y = spec(2, 3, poly(symbol("N")), 8), spec(2, 3, 5, 4)
     counts = counts_of(Call("_adaptive_avg_pool2d", "", False, {"self": x, "output_size": (5, 4)}, (y,)))
     assert counts.pointwise.bind({"N": poly(n)}) == 2 * 3 * reached(n, 5) * 8
 
 
-def test_as_many_windows_as_a_symbol_says():
+def test_adaptive_pooling_with_symbolic_output_size_is_refused():
     n, k = map(poly, cg.dims("N K"))
     with pytest.raises(UnsupportedError) as error:
         counts_of(Call("_adaptive_avg_pool2d", "default", False, {"self": spec(1, 1, n, 8)}, (spec(1, 1, k, 8),)))
     assert str(error.value) == (
-        "aten::_adaptive_avg_pool2d.default: K windows over N elements, expected a number of windows, or one that "
-        "divides"
+        "aten::_adaptive_avg_pool2d.default: the size of K windows over N elements is unknown; expected a "
+        "constant number, or one that divides N"
     )
 
 
@@ -84,34 +84,34 @@ def test_as_many_windows_as_a_symbol_says():
 @pytest.mark.parametrize(
     ("mode", "taps", "axes"), [("linear", 2, 1), ("bilinear", 2, 2), ("trilinear", 2, 3), ("bicubic", 4, 2)]
 )
-def test_interpolation_adds_up_one_axis_after_the_other(mode, taps, axes):
+def test_interpolation_flops_are_counted_axis_by_axis(mode, taps, axes):
     x = rand(2, 3, *(4,) * axes)
-    made = 2 * 3 * 8**axes
+    elements = 2 * 3 * 8**axes
     calls = calls_of(lambda: functional.interpolate(x, scale_factor=2, mode=mode).sum().backward())
     forward, backward = (s for s in calls.seen if "upsample" in s.call.name)
     one = 0
-    for axis in range(axes):  # so many lines along this axis are left to be made for one element
-        one += taps ** (axes - 1 - axis) * (taps + taps - 1)  # products, and sums of them
-    assert number(forward.counts.pointwise) == made * one
-    assert number(backward.counts.pointwise) == made * 2 * taps**axes
+    for axis in range(axes):  # interpolations along this axis per element
+        one += taps ** (axes - 1 - axis) * (taps + taps - 1)  # products and their sums
+    assert number(forward.counts.pointwise) == elements * one
+    assert number(backward.counts.pointwise) == elements * 2 * taps**axes
 
 
-def test_the_nearest_neighbour_is_a_copy():
+def test_nearest_interpolation_is_a_copy():
     x = rand(2, 3, 4, 4)
     assert flops_of(lambda: functional.interpolate(x, scale_factor=2), "upsample_nearest2d") == 0
     small = calls_of(lambda: functional.interpolate(x, scale_factor=0.5)).of("upsample_nearest2d").counts
-    assert [number(n) for n in small.reads] == [4 * 2 * 3 * 2 * 2]  # what is left out is not read
+    assert [number(n) for n in small.reads] == [4 * 2 * 3 * 2 * 2]  # skipped elements are not read
 
 
-def test_smoothing_reaches_wider_where_an_image_shrinks():
+def test_antialiased_downsampling_uses_wider_windows():
     x = rand(1, 1, 12, 12)
-    # a window of twice the scale on either side of a centre: 2 * ceil(2) + 1 neighbours at the most
+    # a window twice the scale on either side of the centre: at most 2 * ceil(2) + 1 neighbours
     across, down = 12 * 6, 6 * 6
     program = lambda: functional.interpolate(x, size=6, mode="bilinear", antialias=True)  # noqa: E731  # one of two places
     assert flops_of(program, "_upsample_bilinear2d_aa") == 2 * 5 * (across + down)
 
 
-# -- losses, against the steps that they are made of ---------------------------------------------------------------
+# -- losses, against their decomposition -------------------------------------------------------------------------------
 
 STEPS = {
     "mse_loss": lambda x, t: ((x - t) ** 2).mean(),
@@ -120,7 +120,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_loss_costs_what_its_steps_cost(name):
+def test_loss_costs_the_same_as_its_decomposition(name):
     x, t = torch.rand(3, 5), torch.rand(3, 5)
     whole, steps = (calls_of(lambda f=f: f(x, t)) for f in (getattr(functional, name), STEPS[name]))
     assert [whole.total(k) for k in ("pointwise", "transcendental")] == [
@@ -129,7 +129,7 @@ def test_a_loss_costs_what_its_steps_cost(name):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_a_loss_without_a_mean_adds_nothing_up(reduction):
+def test_loss_without_reduction_has_no_sum(reduction):
     x, t = torch.rand(3, 5), torch.rand(3, 5)
     flops = calls_of(lambda: functional.mse_loss(x, t, reduction=reduction)).total("pointwise")
     assert flops == 15 * (2 if reduction == "none" else 3)
@@ -171,19 +171,19 @@ def test_reductions(name):
 
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_an_lstm_is_its_products_at_every_step(layers, directions):
+def test_lstm_flops_are_its_matmuls_at_every_step(layers, directions):
     T, B, I, H = 5, 3, 7, 11
     lstm = torch.nn.LSTM(I, H, num_layers=layers, bidirectional=directions == 2)
     points = 0
     for layer in range(layers):
         width = I if layer == 0 else directions * H
-        points += directions * T * B * 4 * H * (width + H)  # four gates, of input and state
+        points += directions * T * B * 4 * H * (width + H)  # four gates, for input and state
     x = rand(T, B, I)
     calls = calls_of(lambda: lstm(x)[0].sum().backward())
     assert calls.total("matmul") == 3 * 2 * points  # forward, and the gradients of operands and weights
 
 
-def test_an_lstm_step_by_step_costs_the_same():
+def test_lstm_costs_the_same_as_a_loop_over_cells():
     T, B, I, H = 5, 3, 7, 11
     lstm, cell = torch.nn.LSTM(I, H), torch.nn.LSTMCell(I, H)
 
@@ -205,7 +205,7 @@ def test_an_lstm_step_by_step_costs_the_same():
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_all_layers_in_one_kernel_cost_what_they_cost_one_by_one(kind):
+def test_fused_recurrent_layers_cost_the_same_as_single_layers(kind):
     T, B, I, H = 5, 3, 7, 11
     layer = getattr(torch.nn, kind)(I, H, num_layers=2, bidirectional=True)
     x = spec(T, B, I)
@@ -220,7 +220,7 @@ def test_all_layers_in_one_kernel_cost_what_they_cost_one_by_one(kind):
         made = layer(operand)[0]
     whole = counts_of(Call("_cudnn_rnn", "", False, arguments, (spec(T, B, 2 * H),)))
     assert number(whole.matmul) == calls.total("matmul")
-    if kind == "LSTM":  # one kernel for each layer here too
+    if kind == "LSTM":  # here too, one kernel per layer
         assert number(whole.pointwise) == calls.total("pointwise")
         assert number(whole.transcendental) == calls.total("transcendental")
         gradients = counts_of(Call("_cudnn_rnn_backward", "", False, arguments, (x,)))
@@ -233,7 +233,7 @@ def test_all_layers_in_one_kernel_cost_what_they_cost_one_by_one(kind):
 # -- transforms ----------------------------------------------------------------------------------------------------
 
 
-def test_stages_of_a_fourier_transform_are_rounded_up():
+def test_fft_stages_are_rounded_up():
     n, b = map(poly, cg.dims("N B"))
     x = spec(b, n)
     counts = counts_of(Call("_fft_c2c", "", False, {"self": x, "dim": (1,)}, (x,)))
@@ -245,14 +245,15 @@ def test_stages_of_a_fourier_transform_are_rounded_up():
 # -- decompositions, against the steps of their loops --------------------------------------------------------------
 
 
-def test_an_elimination_step_by_step():
+def test_lu_flops_equal_the_elimination_loop():
     n = 7
-    steps = sum(k + 2 * k * k for k in range(1, n))  # quotients, then products and differences of what is left
+    # quotients, then products and differences in the trailing submatrix
+    steps = sum(k + 2 * k * k for k in range(1, n))
     assert calls_of(lambda: torch.linalg.lu_factor(torch.rand(3, n, n))).total("pointwise") == 3 * steps
     assert abs(steps - 2 * n**3 / 3) < n**2
 
 
-def test_a_cholesky_decomposition_step_by_step():
+def test_cholesky_flops_equal_the_loop():
     n = 7
     steps = sum(k + k * (k + 1) for k in range(1, n))
     calls = calls_of(lambda: torch.linalg.cholesky(torch.eye(n)))
@@ -263,7 +264,7 @@ def test_a_cholesky_decomposition_step_by_step():
 
 
 @pytest.mark.parametrize(("m", "n"), [(7, 7), (11, 5), (5, 11)])
-def test_reflections_step_by_step(m, n):
+def test_qr_and_svd_flops_equal_householder_loops(m, n):
     long, short = max(m, n), min(m, n)
     left = sum(4 * (long - j) * (short - j) for j in range(short))
     right = sum(4 * (long - j) * (short - j - 1) for j in range(short))

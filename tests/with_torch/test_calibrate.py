@@ -1,4 +1,4 @@
-"""A quick calibration of the processor that the tests run on, and the bounds that are made of it."""
+"""A quick calibration of the current CPU, and its time bounds."""
 
 import sys
 
@@ -23,7 +23,7 @@ from costgraph.torch.measurement import environment
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Threads that wait for each other show how busy the machine is, and not how fast."""
+    """Run on one thread: synchronizing threads would measure the machine's load."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,34 +39,34 @@ def calibration(one_thread):
 
 @pytest.fixture(scope="module")
 def outside(one_thread):
-    """With working sets outside of the cache that this machine has, which may take gigabytes."""
+    """Use working sets beyond this machine's cache, which may take gigabytes."""
     return calibrate("cpu", quick=True, command="a test")
 
 
-def test_it_says_what_it_measured(calibration):
-    found = calibration.hardware
+def test_calibration_lists_its_measurements(calibration):
+    hardware = calibration.hardware
     kinds = {(kind, which) for kind, which, _ in calibration.rates}
     assert {("bandwidth", s) for s in ("read", "write", "copy", "triad", "update")} < kinds
     assert {("matmul", d) for d in ("fp64", "fp32", "bf16")} < kinds
     assert {("pointwise", "add"), ("transcendental", "exp"), ("launch", "op")} < kinds
-    assert found.attained().peak.keys() == found.peak.keys() >= {"fp64", "fp32", "bf16"}
-    assert found.bandwidth == found.attained().bandwidth
-    assert "1 thread, torch" in found.sources["CALIBRATED"]
-    assert found.sources["CALIBRATED"].endswith("command: a test")
+    assert hardware.attained().peak.keys() == hardware.peak.keys() >= {"fp64", "fp32", "bf16"}
+    assert hardware.bandwidth == hardware.attained().bandwidth
+    assert "1 thread, torch" in hardware.sources["CALIBRATED"]
+    assert hardware.sources["CALIBRATED"].endswith("command: a test")
     shown = str(calibration)
     assert all(text in shown for text in ("1 thread", "bandwidth  update", "matmul     bf16", "launch"))
 
 
-def test_rates_are_of_a_plausible_size(calibration):
-    """Factors of 1000 would stand out here."""
-    found = calibration.hardware
-    assert 10**9 < found.bandwidth.value < 10**12
-    assert 10**8 < found.rate("fp64").value <= found.rate("fp32").value < 10**14
-    assert found.rate("fp32", "vector").value >= calibration.best("pointwise").value
-    assert 10**-8 < float(found.tables["attained"]["launch"]) < 10**-3
+def test_calibrated_rates_are_plausible(calibration):
+    """Errors by a factor of 1000 fail here."""
+    hardware = calibration.hardware
+    assert 10**9 < hardware.bandwidth.value < 10**12
+    assert 10**8 < hardware.rate("fp64").value <= hardware.rate("fp32").value < 10**14
+    assert hardware.rate("fp32", "vector").value >= calibration.best("pointwise").value
+    assert 10**-8 < float(hardware.tables["attained"]["launch"]) < 10**-3
 
 
-def test_nothing_of_torch_is_left_changed(calibration):
+def test_calibration_restores_torch_settings(calibration):
     assert torch.get_float32_matmul_precision() == "highest"
     assert torch.is_grad_enabled()
 
@@ -75,11 +75,11 @@ def test_nothing_of_torch_is_left_changed(calibration):
 
 
 def outside_cases():
-    """Working sets of more than twice the last-level cache; two shapes of products."""
+    """Return working sets of more than twice the last-level cache, and two matmul shapes."""
     cache = last_level_cache(CPU) or 2**26
     rows = 3 * cache // 4096 + 1
     yield from elementwise(rows)
-    edge = 1 + int((cache / 2) ** 0.5)  # three matrices of fp32: 6 times the cache
+    edge = 1 + int((cache / 2) ** 0.5)  # three fp32 matrices: 6 times the cache
     yield from products(67, edge, edge)
     yield from products(4 * edge // 5, 509, 4 * edge // 5)
     yield from products(67, 2039, 2053, "bf16")
@@ -87,8 +87,8 @@ def outside_cases():
 
 
 @pytest.mark.long
-def test_no_run_is_faster_than_the_lower_bound(outside):
-    """A busy machine makes runs slower, and attained rates too low: then they are measured once more."""
+def test_no_run_beats_the_lower_bound(outside):
+    """Background load slows runs and lowers attained rates; a failure is measured again."""
     calibration = outside
     graphs, seconds = {}, {}
     for name, graph, call in outside_cases():
@@ -102,16 +102,16 @@ def test_no_run_is_faster_than_the_lower_bound(outside):
             break
         calibration = calibration.faster(calibrate("cpu", quick=True))
     assert {n: (seconds[n], bound) for n, bound in bounds().items() if seconds[n] < bound} == {}
-    # and the bound says something: streams and products are not far above it
+    # the bound is tight: streams and matmuls are close to it
     ratios = {name: seconds[name] / bound for name, bound in bounds().items()}
     assert min(ratios.values()) < 10, ratios
 
 
 @pytest.mark.long
-def test_updates_in_place_are_no_faster_either(outside):
+def test_in_place_updates_do_not_beat_the_bandwidth(outside):
     calibration = outside
     cache = last_level_cache(CPU) or 2**26
-    x, y = torch.rand(cache // 4 * 2), torch.rand(cache // 4 * 2)  # 4 times the cache together
+    x, y = torch.rand(cache // 4 * 2), torch.rand(cache // 4 * 2)  # together 4 times the cache
     moved = 3 * 4 * len(x)
     seconds = fastest(lambda: x.add_(y))
     for _ in range(3):
@@ -121,10 +121,10 @@ def test_updates_in_place_are_no_faster_either(outside):
     assert seconds >= moved / float(calibration.hardware.bandwidth)
 
 
-# -- devices with a data sheet -------------------------------------------------------------------------------------
+# -- devices with a datasheet ------------------------------------------------------------------------------------------
 
 
-def test_a_device_may_be_said_to_be_like_another(calibration, monkeypatch, tmp_path):
+def test_calibration_may_refer_to_a_similar_device(calibration, monkeypatch, tmp_path):
     monkeypatch.setattr("costgraph.torch.calibration._probes", lambda *a: iter(()))
     assert calibrate("cpu", quick=True, like="h100-sxm").like == cg.load_hardware("h100-sxm")
     with pytest.raises(cg.errors.SpecError, match="hardware 'h100' is unknown"):
@@ -132,21 +132,21 @@ def test_a_device_may_be_said_to_be_like_another(calibration, monkeypatch, tmp_p
     calibration.save(tmp_path / "mine.toml")
     with pytest.raises(cg.errors.SpecError, match="hardware mine: it was calibrated itself, expected a data sheet"):
         calibrate("cpu", like=tmp_path / "mine.toml")
-    with pytest.raises(cg.errors.UnsupportedError, match="device 'mps': no way to measure it"):
+    with pytest.raises(cg.errors.UnsupportedError, match="device 'mps': cannot be measured"):
         calibrate("mps")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_keeps_its_data_sheet(tmp_path):
-    found = calibrate("cuda", quick=True).save(tmp_path / "gpu.toml")
+def test_cuda_calibration_keeps_datasheet_peaks(tmp_path):
+    hardware = calibrate("cuda", quick=True).save(tmp_path / "gpu.toml")
     sheet = BUILT_IN.get(torch.cuda.get_device_name())
-    attained = found.attained()
+    attained = hardware.attained()
     if sheet is not None:
-        assert found.peak == cg.load_hardware(sheet).peak
+        assert hardware.peak == cg.load_hardware(sheet).peak
         for dtype in ("bf16", "fp16", "tf32", "fp32"):
-            assert attained.rate(dtype).value <= found.rate(dtype).value, dtype
-        assert attained.bandwidth.value <= found.bandwidth.value
+            assert attained.rate(dtype).value <= hardware.rate(dtype).value, dtype
+        assert attained.bandwidth.value <= hardware.bandwidth.value
     assert attained.rate("bf16").value > attained.rate("fp32").value
 
 
@@ -155,7 +155,7 @@ def test_cuda_keeps_its_data_sheet(tmp_path):
 
 @pytest.fixture
 def quickly(monkeypatch):
-    """The command, with a calibration that was there before."""
+    """Run the command with an existing calibration."""
     pytest.importorskip("typer")
     asked = []
 
@@ -172,7 +172,7 @@ def quickly(monkeypatch):
     return asked
 
 
-def test_the_command_writes_what_the_roofline_reads(quickly, tmp_path, capsys):
+def test_calibrate_command_writes_a_loadable_specification(quickly, tmp_path, capsys):
     path = tmp_path / "mine.toml"
     assert cli.main(["calibrate", "--out", str(path), "--quick"]) == 0
     assert quickly == [("cpu", True, None, 1)]
@@ -194,21 +194,21 @@ def test_the_command_writes_what_the_roofline_reads(quickly, tmp_path, capsys):
         (["--out", "no/mine.toml"], "costgraph: no/mine.toml: no such folder, expected a file that can be written"),
         (["--out", "mine.toml", "--threads", "100000"], "costgraph: --threads 100000: this machine has"),
         (["--out", "mine.toml", "--threads", "all"], "costgraph: --threads"),
-        ([], "costgraph: calibrate: no --out FILE, expected where the specification goes, or --records FILE"),
+        ([], "costgraph: calibrate: no --out, expected --out FILE for the specification, or --records FILE"),
     ],
 )
-def test_what_the_command_refuses(quickly, words, text, capsys, tmp_path, monkeypatch):
+def test_calibrate_command_rejects_invalid_arguments(quickly, words, text, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["calibrate", *words]) == 2
     assert capsys.readouterr().err.startswith(text)
     assert quickly == []
 
 
-def test_without_torch_the_command_says_how_to_get_it(monkeypatch, capsys, tmp_path):
+def test_calibrate_command_without_torch_explains_the_installation(monkeypatch, capsys, tmp_path):
     pytest.importorskip("typer")
     monkeypatch.setitem(sys.modules, "torch", None)
     assert cli.main(["calibrate", "--out", str(tmp_path / "mine.toml")]) == 2
     assert capsys.readouterr().err == (
-        "costgraph: calibrate: torch is not installed, expected it beside costgraph: pip install torch, or the build "
+        "costgraph: calibrate: torch is not installed: pip install torch, or the build "
         "for this machine from https://pytorch.org/get-started\n"
     )

@@ -1,4 +1,4 @@
-"""What a calibration writes, from rates that were never measured."""
+"""The specification files of a calibration, from synthetic rates."""
 
 import os
 import tomllib
@@ -59,24 +59,24 @@ def calibration(like=None, place=PLACE, rates=RATES, cache=32 * MIB):
 # -- the specification ---------------------------------------------------------------------------------------------
 
 
-def test_without_a_data_sheet_the_attained_rates_are_the_roof(tmp_path):
-    found = calibration().save(tmp_path / "mine.toml")
-    assert found.id == "mine"
-    assert found.name == PLACE["name"] + ", 2 threads"
-    assert found.bandwidth.value == 30 * 10**9  # the fastest at twice the cache and more
-    assert found.rate("fp32").value == 100_130_000_000  # five digits, upwards
-    assert found.rate("bf16").value == 201 * 10**9
-    assert found.rate("bf16", "vector").value == 100_130_000_000  # the units of fp32 products
-    assert found.memory.value == found.capacity(measured=True).value == PLACE["memory_bytes"]
-    assert found.tables["cache"]["last_level"].value == 32 * MIB
-    assert found.tables["attained"]["launch"].value == Fraction(25, 10**7)
-    assert found.attained().peak.keys() == found.peak.keys() == {"fp32", "bf16"}
-    assert found.attained().rate("fp32") == found.rate("fp32")
+def test_attained_rates_are_the_peaks_without_a_datasheet(tmp_path):
+    hardware = calibration().save(tmp_path / "mine.toml")
+    assert hardware.id == "mine"
+    assert hardware.name == PLACE["name"] + ", 2 threads"
+    assert hardware.bandwidth.value == 30 * 10**9  # the fastest beyond twice the cache
+    assert hardware.rate("fp32").value == 100_130_000_000  # rounded up to five digits
+    assert hardware.rate("bf16").value == 201 * 10**9
+    assert hardware.rate("bf16", "vector").value == 100_130_000_000  # the fp32 matmul units
+    assert hardware.memory.value == hardware.capacity(measured=True).value == PLACE["memory_bytes"]
+    assert hardware.tables["cache"]["last_level"].value == 32 * MIB
+    assert hardware.tables["attained"]["launch"].value == Fraction(25, 10**7)
+    assert hardware.attained().peak.keys() == hardware.peak.keys() == {"fp32", "bf16"}
+    assert hardware.attained().rate("fp32") == hardware.rate("fp32")
     for said in ("torch 2.13.0", "Python 3.11.7", "2 threads", "2026-01-02", PLACE["command"]):
-        assert said in found.sources["CALIBRATED"]
+        assert said in hardware.sources["CALIBRATED"]
 
 
-def test_what_was_seen_on_the_way_is_written_down():
+def test_all_measured_rates_are_recorded():
     measured = {key: q.value for key, q in calibration().hardware.tables["measured"].items()}
     assert measured == {
         "bandwidth_8MiB": 90 * 10**9,
@@ -93,22 +93,27 @@ def test_what_was_seen_on_the_way_is_written_down():
 
 
 @pytest.mark.parametrize("name", cg.list_hardware())
-def test_a_data_sheet_stays_as_it_is(name, tmp_path):
+def test_calibration_keeps_datasheet_values(name, tmp_path):
     sheet = cg.load_hardware(name)
-    found = calibration(like=name).save(tmp_path / "mine.toml")
-    assert (found.name, found.vendor, found.arch, found.types) == (sheet.name, sheet.vendor, sheet.arch, sheet.types)
-    assert found.disagreements == sheet.disagreements
-    assert (found.peak, found.vector) == (sheet.peak, sheet.vector)
-    assert (found.bandwidth, found.memory) == (sheet.bandwidth, sheet.memory)
+    hardware = calibration(like=name).save(tmp_path / "mine.toml")
+    assert (hardware.name, hardware.vendor, hardware.arch, hardware.types) == (
+        sheet.name,
+        sheet.vendor,
+        sheet.arch,
+        sheet.types,
+    )
+    assert hardware.disagreements == sheet.disagreements
+    assert (hardware.peak, hardware.vector) == (sheet.peak, sheet.vector)
+    assert (hardware.bandwidth, hardware.memory) == (sheet.bandwidth, sheet.memory)
     before = {k: v for k, v in sheet.rows if k != "memory.measured"}
-    assert before.items() <= dict(found.rows).items()
-    assert sheet.sources.items() <= found.sources.items()
-    assert found.capacity(measured=True).value == PLACE["memory_bytes"]
-    assert found.attained().rate("bf16").value == 201 * 10**9
-    assert found.attained().bandwidth.value == 30 * 10**9
+    assert before.items() <= dict(hardware.rows).items()
+    assert sheet.sources.items() <= hardware.sources.items()
+    assert hardware.capacity(measured=True).value == PLACE["memory_bytes"]
+    assert hardware.attained().rate("bf16").value == 201 * 10**9
+    assert hardware.attained().bandwidth.value == 30 * 10**9
 
 
-def test_names_of_devices_lead_to_specifications_that_exist():
+def test_device_names_map_to_existing_specifications():
     assert set(BUILT_IN.values()) <= set(cg.list_hardware())
     assert len(set(BUILT_IN.values())) == len(BUILT_IN)
 
@@ -124,21 +129,21 @@ def test_names_of_devices_lead_to_specifications_that_exist():
         (25_276_510_208, "B", None),
     ],
 )
-def test_bounds_are_never_above_what_was_measured(value, unit, base):
+def test_written_rates_are_rounded_up(value, unit, base):
     text = "[sources]\nR = 'r'\n[measured]\nx = " + entry(value, unit, "R", 'a "note"')
-    made = tomllib.loads(text, parse_float=Fraction)["measured"]["x"]
+    parsed = tomllib.loads(text, parse_float=Fraction)["measured"]["x"]
     if base is not None:
-        assert (made["value"], made["unit"]) == base
-    read = cg.hardware.units.quantity(Fraction(made["value"]), made["unit"])
+        assert (parsed["value"], parsed["unit"]) == base
+    read = cg.hardware.units.quantity(Fraction(parsed["value"]), parsed["unit"])
     assert read.unit == unit
     exact = Fraction(value)
     assert read.value <= exact if unit == "s" else read.value >= exact
     assert abs(read.value - exact) <= exact * Fraction(1, 10**4)
-    assert unit != "B" or read.value == value  # bytes are no measurement
-    assert made["note"] == 'a "note"'
+    assert unit != "B" or read.value == value  # bytes are exact
+    assert parsed["note"] == 'a "note"'
 
 
-def test_keys_that_need_quotes_get_them():
+def test_special_keys_are_quoted():
     text = specification("n", "v", {"A.B \u00fc": "x"}, {"peak": {}, "measured": {"a b": "1"}})
     assert tomllib.loads(text) == {"name": "n", "vendor": "v", "sources": {"A.B \u00fc": "x"}, "measured": {"a b": 1}}
 
@@ -151,7 +156,7 @@ def test_keys_that_need_quotes_get_them():
         ("folder.toml", "folder.toml: Is a directory, expected a file that can be written"),
     ],
 )
-def test_places_that_cannot_be_written(path, text, tmp_path, monkeypatch):
+def test_unwritable_paths_are_refused(path, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(FormatError) as error:
@@ -159,10 +164,10 @@ def test_places_that_cannot_be_written(path, text, tmp_path, monkeypatch):
     assert str(error.value) == text
 
 
-# -- the fastest of several -----------------------------------------------------------------------------------------
+# -- fastest among several runs ----------------------------------------------------------------------------------------
 
 
-def test_the_faster_of_two_for_every_rate():
+def test_faster_takes_the_higher_of_each_rate():
     slow = {key: Rate(rate.value / 2, "slow") for key, rate in RATES.items()}
     slow["matmul", "bf16", "256"] = Rate(300e9, "quiet")
     both = calibration().faster(calibration(rates=slow))
@@ -171,12 +176,12 @@ def test_the_faster_of_two_for_every_rate():
 
 
 @pytest.mark.parametrize(("key", "other"), [("threads", 1), ("name", "Other"), ("torch", "2.11.0")])
-def test_of_two_settings_there_is_no_faster(key, other):
+def test_calibrations_with_different_settings_are_not_merged(key, other):
     with pytest.raises(UnsupportedError, match=f"(?s)calibration: {key} .* and {other}, expected two of one device"):
         calibration().faster(calibration(place={**PLACE, key: other}))
 
 
-def test_what_would_take_long_is_not_run_again():
+def test_slow_probes_are_not_repeated():
     runs = []
     rounds = _Rounds(CPU, budget=0)
 
@@ -191,7 +196,7 @@ def test_what_would_take_long_is_not_run_again():
     assert set(runs) == {"1", "2"}
 
 
-def test_a_product_that_torch_lacks_has_no_rate_and_nothing_else_may_fail():
+def test_only_unsupported_matmul_probes_may_fail():
     def fail():
         raise RuntimeError("not implemented for 'Half'")
 
@@ -215,25 +220,25 @@ def cpus(folder, *caches):
 
 
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="reads what Linux says")
-def test_parts_of_the_last_level_add_up(tmp_path):
-    # two cores share one part of 16 MiB, two others the other; each has a second level of its own
-    found = cpus(
+def test_last_level_cache_slices_add_up(tmp_path):
+    # two cores share one L3 slice of 16 MiB, two others the second; each has its own L2
+    sysfs = cpus(
         tmp_path,
         *((cpu, 2, 2, "512K", str(cpu)) for cpu in range(4)),
         *((cpu, 3, 3, "16M", f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}") for cpu in range(4)),
     )
-    assert last_level_cache(CPU, found) == 32 * MIB
+    assert last_level_cache(CPU, sysfs) == 32 * MIB
     assert last_level_cache(CPU, tmp_path / "nowhere") is None
 
 
-def test_without_a_size_only_the_largest_set_is_beyond():
+def test_unknown_cache_size_uses_only_the_largest_working_set():
     assert calibration(cache=None).best("bandwidth").value == 29e9
     assert "cache" not in calibration(cache=None).hardware.tables
 
 
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("cache", [None, MIB, 32 * MIB, 512 * MIB])
-def test_working_sets_are_on_both_sides_and_fit(cache, quick):
+def test_working_sets_straddle_the_cache_and_fit_memory(cache, quick):
     within, beyond = working_sets(cache, 24 * 10**9, quick)
     level = cache or 64 * MIB
     assert all(n <= level / 4 or n == 2**18 for n in within)
@@ -241,10 +246,10 @@ def test_working_sets_are_on_both_sides_and_fit(cache, quick):
     assert max(beyond) == min(8 * level * (1 if quick else 2), 2**32, 24 * 10**9 // 8) // 4096 * 4096
 
 
-def test_streams_move_the_bytes_that_they_say():
+def test_streams_move_their_stated_bytes():
     pool = torch.rand(3000)
     moved = {p.how: p.amount for p in streams(pool, [4 * 2999])}
-    # 2999 numbers; the half of them 1499, the third of them 999
+    # 2999 numbers; half of them are 1499, a third 999
     assert moved == {
         "sum": 4 * 2999,
         "amax": 4 * 2999,

@@ -1,4 +1,4 @@
-"""`costgraph trace`: from a factory to a report and a file."""
+"""`costgraph trace`: from a factory function to a report and a file."""
 
 import json
 
@@ -54,7 +54,7 @@ def program(tmp_path):
     return str(path)
 
 
-def test_a_module_is_reported_and_saved(program, tmp_path, capsys):
+def test_traced_module_is_reported_and_saved(program, tmp_path, capsys):
     out = tmp_path / "net.json"
     words = ["trace", f"{program}:make", "--input", "B,S:int64", "--out", str(out), "B=8", "S=5"]
     assert main([*words, "--hardware", "h100-sxm"]) == 0
@@ -71,11 +71,11 @@ def test_a_step_is_traced(program, capsys):
     words = ["trace", f"{program}:make_step", "--input", "B,S:int64", "--input", "targets=B,S:int64", "--train"]
     assert main([*words, "--optimizer", "AdamW:fused", "--formulas"]) == 0
     shown = capsys.readouterr().out
-    # forward, and both gradients of both products: nothing asks for one of the ids, but one of the table
+    # forward, and both gradients of both matmuls: the ids need no gradient, the table does
     assert f"{3 * (2 * 30 * 7 + 2 * 7 * 97):_}*B*S" in shown
 
 
-def test_a_trace_for_a_gpu_says_what_was_chosen(program, capsys):
+def test_trace_for_a_gpu_reports_chosen_kernels(program, capsys):
     words = ["trace", f"{program}:make_dropout", "--input", "B,5", "--device", "cuda", "--arch", "sm_80"]
     assert main(words) == 0
     assert "1 call by the rule dropout: one kernel: p = 0.5 in training" in capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_a_trace_for_a_gpu_says_what_was_chosen(program, capsys):
     ("words", "text"),
     [
         (["nothing"], "'nothing': expected MODULE:FACTORY, such as models.py:make"),
-        (["missing.py:make"], "'missing.py': no such file, expected one with a factory in it"),
+        (["missing.py:make"], "'missing.py': no such file, expected a file that defines the factory"),
         (
             ["no_such_module:make"],
             "raised \"ModuleNotFoundError: No module named 'no_such_module'\", expected a module",
@@ -96,14 +96,14 @@ def test_a_trace_for_a_gpu_says_what_was_chosen(program, capsys):
         (["{program}:wants", "--input", "1"], "missing 1 required positional argument: 'size'\", expected a function"),
         (["torch.nn:Linear", "--input", "1"], "'torch.nn:Linear': raised \"TypeError: Linear.__init__() missing 2"),
         (["{program}:Square", "--input", "2,3"], "RuntimeError"),
-        (["{program}:number"], "'number' is no function of it, expected one without arguments"),
+        (["{program}:number"], "it has no function 'number', expected a function without arguments"),
         (["{program}:make", "--input", "B,-3"], "--input 'B,-3': expected [NAME=]SIZES[:FORMAT], such as B,S:int64"),
-        (["{program}:make", "--input", "B,S:text"], "format 'text' of an input: expected one of torch's"),
+        (["{program}:make", "--input", "B,S:text"], "dtype 'text' of an input: expected one that torch has"),
         (["{program}:make", "--input", "B:int64", "--optimizer", "Adamant"], "--optimizer 'Adamant': expected one of"),
         (["{program}:make", "--input", "B:int64", "--optimizer", "SGD:slow"], "expected for-loop, foreach or fused"),
-        (["{program}:make", "--input", "B:int64", "--optimizer", "SGD"], "an optimizer without train=True"),
+        (["{program}:make", "--input", "B:int64", "--optimizer", "SGD"], "an optimizer requires train=True"),
         (["{program}:make", "--fold", "blocks"], "--fold 'blocks': expected SCOPE=NAME, such as transformer/h=L"),
-        (["{program}:make", "--out", "graph.txt"], "--out 'graph.txt': expected the name of a .json file"),
+        (["{program}:make", "--out", "graph.txt"], "--out 'graph.txt': expected a name ending in .json"),
         (["{program}:make", "--input", "B,S:int64", "--unknown", "zero"], "unknown"),
         (
             ["{program}:make", "--input", "B,S:int64", "--device", "tpu"],
@@ -112,7 +112,7 @@ def test_a_trace_for_a_gpu_says_what_was_chosen(program, capsys):
         (["{program}:make", "--input", "B,S:int64", "--device", "cuda", "--arch", "90"], "trace: arch '90', expected"),
     ],
 )
-def test_what_is_refused(program, words, text, capsys, tmp_path):
+def test_invalid_trace_commands_are_refused(program, words, text, capsys, tmp_path):
     (tmp_path / "broken.py").write_text("import json\njson.loads('{')\n")
     assert main(["trace", *(w.format(program=program, folder=tmp_path) for w in words)]) == 2
     shown = capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""What `from_config` makes of a file is what transformers makes of it, whatever is changed in the file, or an error.
+"""`from_config` matches the module that transformers builds from any mutated config, or raises an error.
 
-A plain run changes some fields of each file, always the same ones; COSTGRAPH_EXAMPLES multiplies them.
+A plain run changes a fixed sample of fields per config; COSTGRAPH_EXAMPLES multiplies it.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from costgraph.models.config import (
 
 transformers.logging.set_verbosity_error()
 
-#: Fields that its classes check against others, or by their types, more strictly than its modules need.
+#: Fields that the config classes validate more strictly than their modules need.
 STRICTER = {
     "hidden_size": "a multiple of the heads, also where heads have a size of their own",
     "num_attention_heads": "the same",
@@ -45,8 +45,8 @@ STRICTER = {
     "squeeze_expansion_ratio": "the same",
     "mlp_ratio": "the same",
 }
-#: Where transformers' configuration and its modules do not agree with each other, or with the checkpoints: what is
-#: taken here beside a file that transformers makes no module of, or another one, and why.
+#: Fields where transformers' configs, modules or checkpoints disagree: the value accepted here although transformers
+#: builds no module or another one, and the reason.
 INCONSISTENT = {
     ("T5ForConditionalGeneration", "tie_word_embeddings"): "its modules are always tied, and untied when a checkpoint "
     "with a head of its own is loaded; the parameters are those of the checkpoint",
@@ -54,21 +54,21 @@ INCONSISTENT = {
 
 
 def built(fields, *, run):
-    """The module of a file, with data if it is to run, without where its first values are refused."""
+    """Build the module of a config: with data if it will run, on the meta device if its first values are refused."""
     if run:
         with suppress(RefusedError):
             return module_of(fields, "cpu")
     return module_of(fields)
 
 
-def compared(name, fields, *changes):
-    """What came out: refused, equal, or nothing where transformers makes no module; fails where the two differ."""
+def compare_with_transformers(name, fields, *changes):
+    """Return "refused" or "equal", or None if transformers builds no module; fail where the two differ."""
     given = changed(fields, *changes)
     try:
         graph = graph_of(given)
     except cg.CostGraphError:
         return "refused"
-    own = int(cg.param_count(graph))  # a file that was read is never refused by a question
+    own = int(cg.param_count(graph))  # queries never fail on an accepted config
     try:
         module = built(given, run=own <= LARGEST_RUN)
         theirs = parameters_of(module)
@@ -78,7 +78,7 @@ def compared(name, fields, *changes):
         try:
             own = own_flops(graph, given)
         except cg.CostGraphError:
-            return "refused"  # sizes that a question about FLOPs binds, such as more positions than there are
+            return "refused"  # sizes bound by a FLOP query, such as more positions than the model has
         theirs = flops_of(module, given)
     except RefusedError:
         return "no module"
@@ -90,37 +90,37 @@ def known(name, *changes):
     return any((name.split()[0], field) in INCONSISTENT for field, _ in changes)
 
 
-#: Fields that count layers of one kind, which may be none, one, or all of them.
+#: Layer counts, tested with none, one, and all layers.
 COUNTS = ("n_layer", "num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "first_k_dense_replace")
 
 
-#: One architecture for each kind of file: heads behind the last layer are the same for any number of layers.
+#: One architecture per kind of config: the heads do not depend on the layer count.
 COUNTED = {repr(given): name for name, given in reversed(FILES.items()) if not given[1].keys().isdisjoint(COUNTS)}
 
 
 @pytest.mark.parametrize("name", in_part(sorted(COUNTED.values()), 2, 4))
 def test_every_count_of_layers(name):
-    """Layers of one kind are none, one, a part, all, or more than there are."""
+    """Layer counts of zero, one, some, all, and more than the model has."""
     fields = file_of(name, whole=False)
     for field in fields.keys() & set(COUNTS):
         for count in (0, 2, 4, 6) if field == "first_k_dense_replace" else (1, 2, 6):
-            if count != fields[field]:  # as the next tests have it
-                found = compared(name, fields, (field, count))
+            if count != fields[field]:  # as in the next tests
+                found = compare_with_transformers(name, fields, (field, count))
                 assert found.startswith("equal") or name.startswith("xLSTM"), (field, count, found)
 
 
 # -- the tables ------------------------------------------------------------------------------------------------------
 
 
-def plain(value):
+def as_plain_data(value):
     return list(value) if isinstance(value, tuple) else value
 
 
 @pytest.mark.parametrize("kind", sorted(set(DEFAULTS) - {"refined_web"}))
-def test_defaults_are_those_of_transformers(kind):
+def test_config_defaults_equal_those_of_transformers(kind):
     fields = {f.name: f for f in dataclasses.fields(CONFIG_MAPPING[kind])}
     theirs = {
-        name: plain(f.default if f.default is not dataclasses.MISSING else f.default_factory())
+        name: as_plain_data(f.default if f.default is not dataclasses.MISSING else f.default_factory())
         for name, f in fields.items()
         if name in DEFAULTS[kind]
     }
@@ -129,19 +129,19 @@ def test_defaults_are_those_of_transformers(kind):
 
 
 @pytest.mark.parametrize("kind", sorted({kind for kind, _ in FILES.values()}))
-def test_second_names_are_those_of_transformers(kind):
-    # a pair of names is one of two: what the table takes for the field is what the class declares
+def test_config_aliases_equal_those_of_transformers(kind):
+    # an alias may map either way: the table's value for the field must be the class's value
     theirs = dict(CONFIG_MAPPING[kind].attribute_map)
     declared = {f.name for f in dataclasses.fields(CONFIG_MAPPING[kind])} | {"num_layers"}
     theirs = {(a, b) if b in declared else (b, a) for a, b in theirs.items()}
-    theirs |= {("n_embed", "hidden_size")} if kind == "falcon" else set()  # in its __post_init__
-    # layers that its module does not have, and a name that is read too late to be one
+    theirs |= {("n_embed", "hidden_size")} if kind == "falcon" else set()  # set in its __post_init__
+    # layers that the module lacks, and an alias that is resolved too late
     theirs -= {("num_nextn_predict_layers", "num_mtp_layers")}
     theirs -= {("num_hidden_layers", "num_layers")} if kind == "t5" else set()
     assert set(ALIASES.get(kind, {}).items()) == theirs
 
 
-def test_every_type_of_models_has_its_defaults():
+def test_every_model_type_has_defaults():
     kinds = {kind for family in cg.models.registry.FAMILIES for kind in family.architectures.values()}
     assert kinds | {"clip_text_model", "clip_vision_model"} == set(DEFAULTS)
     assert {name.split()[0] for name in FILES} | {"RWForCausalLM"} == {
@@ -149,10 +149,10 @@ def test_every_type_of_models_has_its_defaults():
     }
 
 
-# -- small files -----------------------------------------------------------------------------------------------------
+# -- small configs -----------------------------------------------------------------------------------------------------
 
 
-#: The first architecture of each kind of file. Others differ by their head, which `test_a_changed_file` has as well.
+#: The first architecture for each kind of config. Others differ by their head, which `test_a_changed_file` covers.
 KINDS = {repr(given): name for name, given in reversed(FILES.items())}
 
 
@@ -162,13 +162,13 @@ KINDS = {repr(given): name for name, given in reversed(FILES.items())}
 )
 def test_a_file_as_it_is(name, whole):
     fields = file_of(name, whole=whole)
-    assert compared(name, fields) in ("equal", "equal parameters")
+    assert compare_with_transformers(name, fields) in ("equal", "equal parameters")
     assert cg.param_count(graph_of(fields, "flash")) == cg.param_count(graph_of(fields))
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_changed_file(name):
-    """Half of the changes are of fields that may change a cost; in the heavy run a quarter change two fields."""
+    """Half of the mutations change cost-related fields; in the heavy run a quarter change two fields."""
     draw = random.Random(f"{name} {multiplier()}")
     every = [(whole, change) for whole in (False, True) for change in mutations(name, whole=whole)]
     weighty = [(whole, change) for whole, change in every if change[0] not in NO_COST and not change[0].endswith("_id")]
@@ -179,9 +179,9 @@ def test_a_changed_file(name):
         fields = file_of(name, whole=whole)
         if known(name, change, *more):
             continue
-        found.append(compared(name, fields, change, *more))
+        found.append(compare_with_transformers(name, fields, change, *more))
         if found[-1] == "no module" and not more and change[0] not in STRICTER:
-            # nothing is known of such a module; what the field says makes no difference here then
+            # no reference module exists, so the field must not change the result
             as_it_was = {k: v for k, v in fields.items() if k != change[0]} | {
                 k: v for k, v in file_of(name, whole=True).items() if k == change[0]
             }
@@ -189,7 +189,7 @@ def test_a_changed_file(name):
     print({outcome: found.count(outcome) for outcome in sorted(set(found))})
 
 
-# -- what was read wrongly once --------------------------------------------------------------------------------------
+# -- regressions -------------------------------------------------------------------------------------------------------
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SEVEN = "FalconForCausalLM 7b"
@@ -231,12 +231,12 @@ REFUSED = [
     ("GptOssForCausalLM", {"num_experts": 4}, "num_local_experts is 5 and num_experts is 4"),
     ("DeepseekV2ForCausalLM", {"num_experts": 4}, "n_routed_experts is 6 and num_experts is 4"),
     ("DeepseekV3ForCausalLM", {"num_local_experts": 4}, "n_routed_experts is 6 and num_local_experts is 4"),
-    ("DeepseekV3ForCausalLM", {"num_experts": 4}, "num_experts is 4, expected a field that is known"),
+    ("DeepseekV3ForCausalLM", {"num_experts": 4}, "num_experts is 4, expected a known field"),
     ("DeepseekV3ForCausalLM", {"first_k_dense_replace": None}, "first_k_dense_replace is missing"),
     ("GptOssForCausalLM", {"experts_per_token": 3}, "experts_per_token is 3, expected 2"),
     ("Qwen2MoeForCausalLM", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, "mlp_layer_types is"),
     ("FalconForCausalLM", {"parallel_attn": None}, "parallel_attn is None, expected True"),
-    ("FalconForCausalLM", {"n_head": 3}, "n_head is 3, expected a field that is known"),
+    ("FalconForCausalLM", {"n_head": 3}, "n_head is 3, expected a known field"),
     ("WhisperForConditionalGeneration", {"num_hidden_layers": 2}, "encoder_layers is 3 and num_hidden_layers is 2"),
     ("T5ForConditionalGeneration", {"num_layers": MISSING, "num_hidden_layers": 3}, "num_layers is missing"),
     ("T5ForConditionalGeneration", {"is_gated_act": True}, "is_gated_act is True, expected False"),
@@ -245,11 +245,11 @@ REFUSED = [
     ("EfficientNetModel", {"depth_coefficient": -1.0}, "depth_coefficient is -1.0, expected a number above 0"),
     ("EfficientNetModel", {"squeeze_expansion_ratio": 0.0}, "squeeze_expansion_ratio is 0.0, expected a number above"),
     ("EfficientNetForImageClassification", {"hidden_dim": MISSING}, "hidden_dim is 2560, expected 1280"),
-    ("ViTForImageClassification", {"id2label": {}}, "id2label is {}, expected a name for each of one class or more"),
+    ("ViTForImageClassification", {"id2label": {}}, "id2label is {}, expected a non-empty object from"),
     ("BertForTokenClassification", {"id2label": {"0": "a", "00": "b"}}, "id2label is {'0': 'a', '00': 'b'}"),
     ("ViTForImageClassification", {"id2label": {"0": "a"}, "num_labels": 3}, "num_labels is 3, expected 1"),
     ("xLSTMForCausalLM", {"hidden_size": MISSING}, "embedding_dim is 64, expected 4096"),
-    ("LlamaForCausalLM", {"model_type": "mixtral"}, "model_type is 'mixtral', expected 'llama', as its architecture"),
+    ("LlamaForCausalLM", {"model_type": "mixtral"}, "model_type is 'mixtral', expected 'llama', the model type"),
     ("LlamaForCausalLM", {"attention_bias": None}, "attention_bias is missing, expected true or false"),
     ("DeepseekV3ForCausalLM", {"qk_head_dim": 12}, "qk_head_dim is 12, expected 10"),
     ("DeepseekV2ForCausalLM", {"num_key_value_heads": 2}, "num_key_value_heads is 2, expected 4"),
@@ -260,19 +260,22 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "changes"), EQUAL, ids=lambda x: x if isinstance(x, str) else "-".join(x))
-def test_what_transformers_has_too(name, changes):
-    assert compared(name, file_of(name, whole=False), *changes.items()) in ("equal", "equal parameters")
+def test_edge_cases_match_transformers(name, changes):
+    assert compare_with_transformers(name, file_of(name, whole=False), *changes.items()) in (
+        "equal",
+        "equal parameters",
+    )
 
 
 @pytest.mark.parametrize(("name", "changes", "text"), REFUSED, ids=lambda x: x if isinstance(x, str) else "-".join(x))
-def test_what_is_refused(name, changes, text):
+def test_invalid_configs_are_refused(name, changes, text):
     with pytest.raises(cg.CostGraphError) as caught:
         cg.models.from_config(changed(file_of(name, whole=False), *changes.items()))
     assert text in str(caught.value)
 
 
-def test_a_t5_with_a_head_of_its_own_is_that_of_its_checkpoints():
-    """The one place where what is read differs from a fresh module of transformers."""
+def test_untied_t5_matches_its_checkpoints():
+    """The only intended deviation from a fresh transformers module."""
     fields = file_of("T5ForConditionalGeneration", whole=False)
     apart = {**fields, "tie_word_embeddings": False}
     module, other = module_of(fields, "cpu"), module_of(apart, "cpu")

@@ -1,6 +1,6 @@
-"""Buckets beside torch's DistributedDataParallel on two processes: which there are, and the peak, to the byte.
+"""Buckets against torch's DistributedDataParallel on two processes: their sizes, and the peak, to the byte.
 
-`RECORDED` is what `ddp_worlds.py` wrote with torch 2.13.0+cpu (2026-11-24); a long test runs it again.
+`RECORDED` is the output of `ddp_worlds.py` with torch 2.13.0+cpu (2026-11-24); a long test runs it again.
 """
 
 import json
@@ -24,7 +24,7 @@ from costgraph.torch import trace  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-#: By case the peak, and how many buckets of which size there were in a step.
+#: Each case's peak, and the number of buckets per size in a step.
 RECORDED = {
     "copied": (5_308_836, {919_808: 1}),
     "viewed": (5_308_836, {919_808: 1}),
@@ -39,16 +39,16 @@ RECORDED = {
     "bf16": (2_805_664, {106_880: 2, 114_816: 1, 131_328: 1}),
     "lora": (2_245_960, {16_384: 1}),
 }
-#: What is derived has more. Short: the loss is the mean of both ranks' own, another scalar. Of three micro-batches
-#: tokens and targets of all are given, 2 * 2 * 512 B more, and three losses, 8 B more; a declared AdamW has no
-#: counters of 4 B for each of 39 parameters.
+#: Additional bytes of the derived step. Short: the mean of both ranks' losses, another scalar. Three micro-batches: the
+#: tokens and targets of all are live, 2 * 2 * 512 B more, and three losses, 8 B more; a declared AdamW lacks the 4 B
+#: counters of 39 parameters.
 MORE = {"copied, short": 4} | dict.fromkeys(["each", "last", "last, viewed"], 2048 + 8 - 39 * 4)
 SHORT = ("copied, short", "viewed, short")
 
 
 @cache
 def step_of(kind, length, parts):
-    """A traced step, or one that is derived where it has micro-batches."""
+    """Return a traced step, or a derived one for micro-batches."""
     tokens = torch.zeros(2 * SIZES["B"], length, dtype=torch.long)
     if parts == 1:
         optimizer = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3)}
@@ -57,17 +57,17 @@ def step_of(kind, length, parts):
 
 
 def rank_of(kind, length, parts, each, options):
-    """The graph of one rank of a step."""
+    """Return one rank's graph for a step."""
     step = step_of(kind, length, parts)
     inputs = [t.name for t in step.tensors if t.producer is None and t.role == "input"]
     places = dict.fromkeys(inputs, ("m " if parts > 1 else "") + "(b dp) s")
     cap = int(options["bucket_cap_mb"] * 2**20) if "bucket_cap_mb" in options else None
     buckets = cg.Buckets(view=options.get("gradient_as_bucket_view", False), cap=cap)
-    return cg.shard(step, cg.mesh(dp=2), places, buckets=buckets, reduce_each=each, strict=True)
+    return cg.shard(step, cg.mesh(dp=2), places, buckets=buckets, reduce_every_microbatch=each, strict=True)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in CASES])
-def test_buckets_and_peak_are_those_of_torch(name):
+def test_ddp_buckets_and_peak_equal_torchs(name):
     kind, length, parts, each, options = CASES[name]
     rank = rank_of(kind, length, parts, each, options)
     peak, sizes = RECORDED[name]
@@ -78,12 +78,12 @@ def test_buckets_and_peak_are_those_of_torch(name):
     assert {size: held[size] // size for size in held} == {n: k // (parts if each else 1) for n, k in sizes.items()}
     sent = cg.communication(rank).filter(phase="backward")
     assert sum(m.messages for m in sent) == sum(sizes.values())
-    # on two ranks each sends as many bytes as there are in the end
+    # in a ring with two ranks, each rank sends the buffer's bytes
     assert sent.total() == sum(size * times for size, times in sizes.items())
 
 
-def test_parameters_fill_buckets_as_torch_assigns_them():
-    """In the order in which gradients are complete, by torch's own function: the first of 1 MiB, all others of 25."""
+def test_bucket_assignment_equals_torchs():
+    """In the order of completed gradients, by torch's own function: the first bucket has 1 MiB, all others 25."""
     step = training_step(load("gpt2"), optimizer=cg.SGD())
     rank = cg.parallelize(step, dp=2, buckets=cg.Buckets())
     rows = list(cg.communication(rank, B=2, S=64).filter(phase="backward"))
@@ -101,11 +101,11 @@ def test_parameters_fill_buckets_as_torch_assigns_them():
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_torch_has_them_still(tmp_path):
+def test_recorded_ddp_results_match_installed_torch(tmp_path):
     program = Path(__file__).parent / "ddp_worlds.py"
-    made = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", str(program), str(tmp_path / "found.json")], capture_output=True, text=True
     )
-    assert made.returncode == 0, made.stderr
-    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    assert {name: (row["peak"], dict(row["buckets"])) for name, row in found.items()} == RECORDED
+    assert process.returncode == 0, process.stderr
+    results = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert {name: (row["peak"], dict(row["buckets"])) for name, row in results.items()} == RECORDED

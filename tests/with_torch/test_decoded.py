@@ -1,4 +1,4 @@
-"""What is generated in steps, with caches, is what one pass over everything computes."""
+"""Stepwise generation with caches gives the logits of a single pass."""
 
 from itertools import product
 
@@ -29,13 +29,13 @@ def decoder(**attention):
 
 
 @pytest.mark.parametrize(("window", "kernel"), in_part(product([None, 3, W], ["flash", "eager"]), 1, 3))
-def test_attention_with_keys_and_values_kept(kernel, window):
+def test_attention_with_kv_cache_matches_a_single_pass(kernel, window):
     sizes = SIZES | ({"W": 4} if window is W else {})
     assert difference(decoder(kernel=kernel, window=window), 3, [1, 1, 2], **sizes) < 1e-12
 
 
 def recurrence():
-    """A state of K x F for each head, that every position adds to and reads."""
+    """A K x F state per head, updated and read at every position."""
     with cg.Graph("recurrence", dtype="fp32") as g:
         x = cg.embedding(g.input("ids", (B, S), "int64"), g.param("table", (V, D)))
 
@@ -71,7 +71,7 @@ def convolution(bias):
 
 
 def encoder_decoder():
-    """A decoder that reads an encoder's results, whose keys and values are made once."""
+    """A decoder whose cross-attention keys and values are computed once from the encoder's output."""
     M = cg.dims("M")
     with cg.Graph("both", dtype="fp32") as g:
         ids = g.input("ids", (B, S), "int64")
@@ -99,29 +99,29 @@ def encoder_decoder():
 MORE = {"B": 2, "D": 12, "H": 3, "K": 4, "F": 5, "L": 2, "V": 17}
 
 
-def test_a_recurrence_goes_on_from_its_state():
+def test_recurrence_continues_from_its_state():
     g = recurrence()
     assert difference(g, 5, [1, 1, 2], **MORE) < 1e-12
-    # K*F elements of four bytes for each head and layer, whatever the context
+    # K*F elements of four bytes per head and layer, for any context length
     assert str(cg.cache_bytes(cg.decode(g))) == "4*B*F*H*K*L"
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_convolution_and_a_shift_see_the_positions_before(bias):
+def test_convolution_and_shift_read_previous_positions(bias):
     assert difference(convolution(bias), 5, [1, 1, 3, 1], **MORE) < 1e-12
     assert difference(convolution(bias), 1, [1, 2], **MORE) < 1e-12  # a prompt shorter than the window
 
 
-def test_what_is_made_of_an_encoder_is_kept():
+def test_cross_attention_keys_and_values_are_cached():
     g = encoder_decoder()
     assert difference(g, 3, [1, 2], M=7, **MORE) < 1e-12
     step = cg.decode(g)
     assert [t.name for t in step.tensors if t.role == "input"] == ["ids"]
-    assert cg.param_count(step) == cg.param_count(g)  # the encoder's are in memory all the same
+    assert cg.param_count(step) == cg.param_count(g)  # the encoder's parameters stay in memory
 
 
 LATENT = {"C": 6, "Kn": 4, "Kr": 2, "Kv": 5, "E": 4, "k": 2, "D": 12, "H": 3}
-#: A small one of each family that generates: what is cached differs, and what reads it.
+#: A small model of each generating family: their caches differ.
 FAMILIES = [
     ("gpt2", {}, {"D": 12, "H": 3, "F": 10, "L": 2, "P": 16}),
     ("mistral-7b", {}, {**SIZES, "W": 3}),
@@ -149,7 +149,7 @@ FAMILIES = [
 ]
 
 
-#: What they cache, and what reads it, is what others do: keys and values in groups of heads, of a window or of all.
+#: Models whose caches work like others': grouped KV heads, windowed or full.
 ALIKE = (
     "mistral-7b", "qwen2.5-0.5b", "qwen3-8b", "gemma-2-2b", "phi-3-mini", "olmo-2-7b", "falcon-7b", "mixtral-8x7b",
     "gemma-3-1b", "gru-ptb-small", "xlstm-7b",
@@ -160,13 +160,13 @@ ALIKE = (
     ("name", "options", "sizes"),
     [pytest.param(*f, marks=pytest.mark.long) if f[0] in ALIKE else f for f in FAMILIES],
 )
-def test_models_generate_what_one_pass_computes(name, options, sizes):
+def test_stepwise_generation_matches_a_single_pass(name, options, sizes):
     g = load(name, **options)
     sizes = {k: v for k, v in {"V": 17, **sizes}.items() if k in g.defaults or k == "M"}
     assert difference(g, 3, [1, 2], B=2, **sizes) < 1e-9
 
 
-def test_a_window_keeps_the_positions_that_a_ring_of_them_does():
+def test_window_cache_matches_a_ring_buffer():
     import torch
     from transformers import MistralConfig
     from transformers.cache_utils import DynamicCache, StaticCache
@@ -178,11 +178,11 @@ def test_a_window_keeps_the_positions_that_a_ring_of_them_does():
     }  # fmt: skip
     config = MistralConfig(**fields)
     rings = {"ring": StaticCache(config, max_cache_len=S), "cut": DynamicCache(config=config)}
-    kept = {}
+    cached = {}
     for name, held in rings.items():
         for _ in range(S):
             keys, _ = held.update(torch.zeros(B, G, 1, K), torch.zeros(B, G, 1, K), 0)
-        assert keys.shape[2] == W  # what attention reads in a step
-        kept[name] = 2 * held.layers[0].keys.numel() * 4
+        assert keys.shape[2] == W  # read by attention in a decode step
+        cached[name] = 2 * held.layers[0].keys.numel() * 4
     step = cg.decode(cg.models.from_config({**config.to_dict(), "architectures": ["MistralForCausalLM"]}, dtype="fp32"))
-    assert cg.cache_bytes(step, B=B, S=S) == kept["ring"] == kept["cut"] + 2 * B * G * K * 4
+    assert cg.cache_bytes(step, B=B, S=S) == cached["ring"] == cached["cut"] + 2 * B * G * K * 4

@@ -1,4 +1,4 @@
-"""Peaks of derived backward passes are those of a traced step and of the allocator, for every gradient and layout."""
+"""Derived backward passes have the same peaks as traced steps and the allocator, for every gradient and layout."""
 
 from itertools import combinations
 
@@ -13,7 +13,7 @@ from costgraph.torch import trace
 from costgraph.torch.lowering import lower
 from costgraph.torch.tracing.translations import elementwise
 
-#: Programs by the name of the call whose gradient has a formula here.
+#: Programs by the name of the call whose gradient has a formula.
 FORMULAS = {
     **{name: getattr(torch, name) for name in (
         "acos", "acosh", "asinh", "atanh", "cosh", "erfinv", "frac", "nan_to_num", "sinc", "sinh", "asin", "atan",
@@ -32,7 +32,7 @@ FORMULAS = {
     "leaky_relu": lambda x: functional.leaky_relu(x, 0.2), "softplus": lambda x: functional.softplus(x, 3.0, 0.2),
     "softshrink": functional.softshrink, "threshold": lambda x: functional.threshold(x, 0.1, 0.2),
 }  # fmt: skip
-#: Others whose gradients torch computes in steps, or by kernels that copy first.
+#: Other calls, whose gradients torch decomposes, or computes by kernels that copy first.
 OTHERS = {
     "addcdiv": lambda x: torch.addcdiv(x, x, x.abs() + 1),
     "addcdiv by a number": lambda x: torch.addcdiv(x, x.cos(), x.abs() + 1, value=2),
@@ -45,7 +45,7 @@ OTHERS = {
     "fft2": lambda x: torch.fft.fft2(x).abs(), "softmax": lambda x: x.softmax(-1), "cumsum": lambda x: x.cumsum(1),
     "huber": lambda x: functional.huber_loss(x, x.detach() + 1), "selu": functional.selu,
 }  # fmt: skip
-#: Functions of several tensors, and how many these are: each of them is constant in turn, and all but each.
+#: Functions of several tensors, and their number: each is constant in turn, and all others are.
 SEVERAL = {
     "atan2": (torch.atan2, 2), "hypot": (torch.hypot, 2), "logaddexp": (torch.logaddexp, 2), "mul": (torch.mul, 2),
     "div": (torch.div, 2), "xlogy": (lambda x, y: torch.xlogy(x, y.abs() + 1), 2), "maximum": (torch.maximum, 2),
@@ -59,7 +59,7 @@ SEVERAL = {
 
 
 def partly_constant(function, constant, count):
-    """Apply a function to tensors of which some are constant: the others are computed from the input."""
+    """Apply a function to tensors, some of them constant: the others are computed from the input."""
 
     def applied(x):
         others = [x, x.cos(), x.exp()]
@@ -73,7 +73,7 @@ CONSTANT = {
     for name, (function, count) in SEVERAL.items()
     for constant in sorted(set(combinations(range(count), 1)) | set(combinations(range(count), count - 1)))
 }
-#: Products of matrices, whose factors a library copies if they are expanded, and what has no op at all.
+#: Matmuls, for which libraries copy expanded factors, and identities without an op.
 PRODUCTS = {
     "nothing": lambda x: x,
     "by the transpose": lambda x: x @ x.mT,
@@ -84,7 +84,7 @@ PRODUCTS = {
     "einsum": lambda x: torch.einsum("bsi,bti->bst", x, x.cos()),
 }
 ARITHMETIC = {"plus": torch.add, "minus": torch.sub, "times": torch.mul, "over": torch.div}
-#: Complex numbers, computed from x and from its cosine, with one number.
+#: Complex numbers, computed from x and from its cosine, and with a scalar.
 COMPLEX = {
     f"{'real' if real else 'complex'} {name} {number}": lambda x, f=f, number=number, real=real: f(
         x if real else torch.complex(x, x.cos()), number
@@ -96,7 +96,7 @@ COMPLEX = {
     "number over complex": lambda x: (2 / torch.complex(x, x.cos())).abs(),
     "exp of complex": lambda x: torch.complex(x, x.cos()).exp().abs(),
 }
-#: Reductions, losses, norms and windows, whose gradients are kernels of their own or several steps.
+#: Reductions, losses, norms and windows, whose gradients are separate kernels or several steps.
 KERNELS = {
     "prod": lambda x: x.prod(-1), "prod of all": torch.prod, "max": torch.max, "min": lambda x: x.min() * x,
     "max along": lambda x: x.max(1).values, "argmax": lambda x: x.max(-1, keepdim=True)[0] - x,
@@ -149,13 +149,13 @@ LAYOUTS = {
     "sliced": lambda x: x[:, 1:, 2:14],
     "expanded": lambda x: x[:, :1].expand(-1, 7, -1),
 }
-#: What comes after a function, by what its gradient is: one number expanded, or as many as there are elements, in the
-#: memory order of the result or in another one.
+#: Consumers of a function's result, by their gradient: an expanded scalar, or a full tensor in the memory order of the
+#: result or in another one.
 ENDS = {
     "sum": lambda y: y.sum(), "product": lambda y: (y * y.detach().cos()).sum(),
     "transposed product": lambda y: (y.transpose(1, -1).contiguous() * 2.0).sum() if y.ndim > 1 else y.sum(),
 }  # fmt: skip
-#: Functions that a trace has in the steps that torch takes where it cannot look at data, or for tensors of subclasses.
+#: Functions that a trace decomposes as torch does without data, or for tensor subclasses.
 GENERAL = {"prod", "prod of all", "max", "min", "weighted entropy"}
 PROGRAMS = FORMULAS | OTHERS | CONSTANT | COMPLEX | PRODUCTS | KERNELS
 
@@ -170,18 +170,18 @@ class Applied(nn.Module):
 
 
 def test_every_formula_has_a_program():
-    assert FORMULAS.keys() >= {*elementwise._GRADIENTS, *elementwise._SLOPES}
+    assert FORMULAS.keys() >= {*elementwise._GRADIENTS, *elementwise._PARAMETRIC_GRADIENTS}
 
 
-#: Deviations that docs/concepts/limits.md states: zeros that autograd hands on, a mask that a CPU casts, a fixed slope.
+#: Deviations documented in docs/concepts/limits.md: autograd's explicit zeros, a mask cast on CPUs, a fixed slope.
 STATED = {"ceil", "trunc", "floor_divide", "copysign", "nan_to_num", "prelu_kernel"}
-#: Functions of which torch computes several gradients together, or that take complex numbers.
+#: Functions with jointly computed gradients in torch, or with complex operands.
 JOINT = {"atan2, operand 1 constant", "clamp, operand 0 constant", "complex times 2j"}
 QUICK = JOINT | {
     "matrix by a row", "addcdiv", "amin", "fft", "rfft", "logsigmoid", "xlogy", "hardtanh", "sinc", "prod", "polar",
     "norm inf", "nll_loss mean", "layer norm", "max_pool2d", "soft_margin_loss mean",
 }  # fmt: skip
-#: Channels last in memory: a CPU's kernel copies the gradient of the operand out of another memory format.
+#: Channels last in memory: a CPU's kernel copies the operand's gradient into another memory format.
 CHANNELS_LAST = {("avg_pool1d", "transposed", "sum")}
 
 
@@ -201,7 +201,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "layout", "end"), CASES)
-def test_a_derived_backward_pass_has_the_peak_of_a_traced_step_and_of_the_allocator(name, layout, end):
+def test_derived_backward_peak_equals_trace_and_allocator(name, layout, end):
     net = Applied(PROGRAMS[name], LAYOUTS[layout], ENDS[end])
     batch, length = 5, 26
     forward, step = (
@@ -215,11 +215,11 @@ def test_a_derived_backward_pass_has_the_peak_of_a_traced_step_and_of_the_alloca
         assert derived == pytest.approx(traced, rel=0.01)
 
 
-#: Bytes of the states, seeds and scalars of a small step.
+#: Bytes for the RNG states, seeds and scalars in a small step.
 ROUNDING = 256
 
 
-#: A gradient of zeros takes no op.
+#: A zero gradient takes no op.
 NO_GRADIENT = {"copysign of, operand 0 constant"}
 
 
@@ -231,7 +231,7 @@ NO_GRADIENT = {"copysign of, operand 0 constant"}
         if name not in NO_GRADIENT
     ],
 )
-def test_derived_gradients_of_several_operands_are_those_of_autograd(name):
+def test_derived_gradients_of_several_operands_equal_autograd(name):
     torch.manual_seed(0)
     net, x = Applied(PROGRAMS[name], LAYOUTS["dense"], ENDS["product"]), torch.randn(2, 5, 16)
     graph = cg.backward(trace(net, torch.zeros(3, 13, 16), dims=[("B", "S", None)]))
@@ -245,7 +245,7 @@ def test_derived_gradients_of_several_operands_are_those_of_autograd(name):
         torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4)
 
 
-#: Kernels that copy an operand that does not lie dense.
+#: Kernels that copy non-dense operands.
 COPYING = {
     **{k: f for k, f in KERNELS.items() if k in ("reflect padding", "replicate padding", "adaptive_max_pool2d", "max")},
     "binary_cross_entropy_with_logits none": KERNELS["binary_cross_entropy_with_logits none"],
@@ -255,7 +255,7 @@ COPYING = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", COPYING)
-def test_a_forward_pass_has_the_peak_of_the_allocator(name, layout):
+def test_forward_peak_equals_the_allocator(name, layout):
     net, x = Applied(COPYING[name], LAYOUTS[layout], ENDS["sum"]), torch.randn(5, 26, 16)
     graph = trace(net, torch.zeros(3, 13, 16), dims=[("B", "S", None)])
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Traces whose blocks were folded, held to traces of models with another number of blocks."""
+"""Folded traces against traces with other numbers of blocks."""
 
 from collections import Counter
 from fractions import Fraction
@@ -20,7 +20,7 @@ OPTIMIZERS = {
     "for-loop": lambda p: torch.optim.AdamW(p, foreach=False),
     "fused": lambda p: torch.optim.AdamW(p, fused=True),
 }
-#: How often an update goes over the parameters: once for each function of lists, or for all that is done with one.
+#: Passes of an optimizer over the parameters: one per foreach function, or one per parameter.
 PASSES = {"none": 0, "sgd": 3, "foreach": 9, "fused": 2, "for-loop": 1}
 POINTS = {"B": ({"B": 2}, {"B": 7}), "BS": ({"B": 1, "S": 2}, {"B": 5, "S": 31})}
 
@@ -29,13 +29,13 @@ def answers(g, **sizes):
     rows = Counter()
     for row in cg.costs(g, **sizes).rows:
         rows[row.kind, row.phase, row.dtype, row.direction] += row.amount
-    asked = {ask.__name__: Fraction(ask(g, **sizes)) for ask in ASKED}
-    asked["in blocks"] = Fraction(cg.peak_memory(g, allocator="cuda", **sizes))
-    return asked | dict(rows)
+    costs = {ask.__name__: Fraction(ask(g, **sizes)) for ask in ASKED}
+    costs["in blocks"] = Fraction(cg.peak_memory(g, allocator="cuda", **sizes))
+    return costs | dict(rows)
 
 
-def held_to(make, scope, traced, others, points):
-    """The fold of one trace is the trace of a model with any other number of blocks, exactly."""
+def assert_fold_equals_trace(make, scope, traced, others, points):
+    """Assert that one trace's fold equals the trace at any other number of blocks."""
     folded = cg.fold(make(traced), scope, "L")
     least, formula = cg.timeline(folded).holds_from.get("L", 1), cg.peak_memory(folded)
     assert "L" not in folded.defaults
@@ -69,7 +69,7 @@ class Perceptron(nn.Module):
 
 
 class Patches(nn.Module):
-    """A vision transformer: patches, a class token, pre-norm blocks."""
+    """A vision transformer: patch embedding, class token, pre-norm blocks."""
 
     def __init__(self, depth, *, train=False):
         super().__init__()
@@ -112,41 +112,43 @@ def patches(depth, optimizer=None, *, train=False):
     return trace(Patches(depth, train=train), images, dims=dims, train=train, optimizer=optimizer)
 
 
-def test_a_perceptron():
-    # torch holds a block's input while the block runs: that of the first is the caller's, and of the second one
-    # what no block holds any more when the third begins
-    assert loops(held_to(perceptron, "layers", 6, (3, 4, 9), POINTS["B"])) == {"layers": "L - 2"}
+def test_folded_perceptron_equals_other_depths():
+    # torch holds a block's input while the block runs: the caller holds the first, and nothing holds the second once
+    # the third block begins
+    assert loops(assert_fold_equals_trace(perceptron, "layers", 6, (3, 4, 9), POINTS["B"])) == {"layers": "L - 2"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_perceptron_is_trained(name):
-    folded = held_to(lambda n: perceptron(n, train=True, optimizer=OPTIMIZERS[name]), "layers", 5, (3,), POINTS["B"])
-    # the input wants no gradient: the first block's backward pass is not like the others'
-    found = loops(folded)
-    updates = [loop for loop in found if loop.startswith("layers.optimizer")]
-    assert found == dict.fromkeys(("layers", "layers.backward", *updates), "L - 2")
+def test_folded_perceptron_step_equals_other_depths(name):
+    folded = assert_fold_equals_trace(
+        lambda n: perceptron(n, train=True, optimizer=OPTIMIZERS[name]), "layers", 5, (3,), POINTS["B"]
+    )
+    # the input needs no gradient, so the first block's backward pass differs from the others
+    folded_loops = loops(folded)
+    updates = [loop for loop in folded_loops if loop.startswith("layers.optimizer")]
+    assert folded_loops == dict.fromkeys(("layers", "layers.backward", *updates), "L - 2")
     assert len(updates) == PASSES[name]
 
 
-def test_blocks_that_are_run_again():
-    folded = held_to(
+def test_checkpointed_blocks_are_folded():
+    folded = assert_fold_equals_trace(
         lambda n: perceptron(n, train=True, again=True, optimizer=OPTIMIZERS["sgd"]), "layers", 5, (7,),
         POINTS["B"],
     )  # fmt: skip
     assert any(op.phase == "recompute" for op in folded.walk())
 
 
-def test_a_vision_transformer():
-    held_to(patches, "blocks", 5, (3,), POINTS["B"])
+def test_folded_vision_transformer_equals_other_depths():
+    assert_fold_equals_trace(patches, "blocks", 5, (3,), POINTS["B"])
 
 
 @pytest.mark.parametrize("name", ["none", *(pytest.param(n, marks=pytest.mark.long) for n in ("foreach", "for-loop"))])
-def test_a_vision_transformer_is_trained(name):
-    held_to(lambda n: patches(n, OPTIMIZERS[name], train=True), "blocks", 5, (3,), POINTS["B"])
+def test_folded_vision_transformer_step_equals_other_depths(name):
+    assert_fold_equals_trace(lambda n: patches(n, OPTIMIZERS[name], train=True), "blocks", 5, (3,), POINTS["B"])
 
 
 @pytest.mark.parametrize("train", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_blocks_that_are_the_module_itself(train):
+def test_blocks_of_a_top_level_sequential_are_folded(train):
     class Mean(nn.Sequential):
         def forward(self, x):
             return super().forward(x).mean()
@@ -156,13 +158,13 @@ def test_blocks_that_are_the_module_itself(train):
         blocks = kind(*(Attention() for _ in range(n)))
         return trace(blocks, torch.zeros(2, 5, 14), dims=[("B", "S", None)], train=train, optimizer=optimizer)
 
-    folded = held_to(stack, "", 5, (6,), POINTS["BS"])
+    folded = assert_fold_equals_trace(stack, "", 5, (6,), POINTS["BS"])
     assert {t.name for t in folded.tensors if t.role == "param"} >= {"0/qkv/weight"}
     states = [t for t in folded.tensors if t.role == "state" and t.producer is None]
     assert all(t.name.startswith("optimizer/") and "//" not in t.name for t in states)
-    found = [loop for loop in loops(folded) if not loop.startswith("blocks.optimizer")]
-    assert found == (["blocks", "blocks.backward"] if train else ["blocks"])
-    assert len(loops(folded)) - len(found) == (PASSES["foreach"] if train else 0)
+    block_loops = [loop for loop in loops(folded) if not loop.startswith("blocks.optimizer")]
+    assert block_loops == (["blocks", "blocks.backward"] if train else ["blocks"])
+    assert len(loops(folded)) - len(block_loops) == (PASSES["foreach"] if train else 0)
 
 
 class Alternating(nn.Module):
@@ -176,7 +178,7 @@ class Alternating(nn.Module):
         return x
 
 
-def test_blocks_of_two_kinds_in_turn_are_folded_by_turns():
+def test_alternating_blocks_are_folded_in_pairs():
     def traced(count):
         return trace(Alternating(count), torch.zeros(2, 5), dims=[("B", None)])
 
@@ -185,13 +187,13 @@ def test_blocks_of_two_kinds_in_turn_are_folded_by_turns():
         assert answers(folded, L=count, B=3) == answers(traced(count), B=3)
 
 
-def test_a_folded_trace_is_saved_and_loaded(tmp_path):
+def test_folded_trace_survives_save_and_load(tmp_path):
     folded = cg.fold(perceptron(5, train=True, optimizer=OPTIMIZERS["foreach"]), "layers", "L")
     cg.save(folded, tmp_path / "g.json")
     assert answers(cg.load(tmp_path / "g.json"), L=7, B=3) == answers(folded, L=7, B=3)
 
 
-# -- models of transformers --------------------------------------------------------------------------------------
+# -- transformers models -----------------------------------------------------------------------------------------------
 
 
 class Loss(nn.Module):
@@ -225,16 +227,16 @@ SCOPES = {"gpt2": "model/transformer/h", "llama": "model/model/layers"}
 IDS = torch.zeros(3, 17, dtype=torch.long)
 
 
-def test_a_language_model():
-    """Rotary tables and masks are made once, before the blocks that all read them."""
+def test_folded_language_model_equals_other_depths():
+    """Rotary tables and masks are computed once, before the blocks."""
     name = "llama"
 
     @cache
     def forward(n):
         return trace(Loss(built(name, n).eval()), IDS, dims=[("B", "S")])
 
-    folded = held_to(forward, SCOPES[name], 4, (5,), POINTS["BS"])
-    found = cg.fold(forward(4))  # by the paths that the trace gives
+    folded = assert_fold_equals_trace(forward, SCOPES[name], 4, (5,), POINTS["BS"])
+    found = cg.fold(forward(4))  # by the trace's paths
     for question in (cg.flops, cg.bytes_moved, cg.param_count):
         assert question(found) == question(folded)
     assert cg.peak_memory(found, L=5, **POINTS["BS"][0]) == cg.peak_memory(folded, L=5, **POINTS["BS"][0])
@@ -242,11 +244,11 @@ def test_a_language_model():
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "optimizer"), [("gpt2", "foreach"), ("llama", "for-loop")])
-def test_a_language_model_is_trained(name, optimizer):
+def test_folded_language_model_step_equals_other_depths(name, optimizer):
     def step(n):
         dims = [("B", "S")] * 2
         return trace(Loss(built(name, n)), IDS, IDS, dims=dims, train=True, optimizer=OPTIMIZERS[optimizer])
 
-    folded = held_to(step, SCOPES[name], 4, (6,), POINTS["BS"])
+    folded = assert_fold_equals_trace(step, SCOPES[name], 4, (6,), POINTS["BS"])
     assert {SCOPES[name], SCOPES[name] + ".backward"} <= loops(folded).keys()
     assert len(folded.gradients) == len(folded.params)

@@ -1,9 +1,9 @@
 """Peaks of a rank under torch's fully_shard, from the trace of the same model on one device.
 
-The program below was run by torch 2.13.0+cpu (2026-11-23) on a fake process group of 2 and of 4 ranks, and by two real
-processes on gloo: AdamW, fp32, B=2 of S=32 a rank, each of the four layers a unit and the rest the root. Live bytes of
-all storages were followed from their birth to their finalizer, resized ones at their size; torch's FSDPMemTracker says
-the same. The root was given back behind the forward pass as well (`fully_shard(m, reshard_after_forward=True)`).
+The references come from torch 2.13.0+cpu (2026-11-23) on a fake process group of 2 and 4 ranks, and from two real gloo
+processes: AdamW, fp32, B=2 and S=32 per rank, with each of the four layers a unit and the rest the root. Live storage
+bytes were tracked from allocation to finalization, at their resized size; torch's FSDPMemTracker agrees. The root was
+resharded after the forward pass too (`fully_shard(m, reshard_after_forward=True)`).
 """
 
 from functools import cache
@@ -87,7 +87,7 @@ class Train(nn.Module):
 
 
 class Cast(nn.Module):
-    """A weight as fully_shard hands it out under a MixedPrecisionPolicy."""
+    """A weight cast as by fully_shard under a MixedPrecisionPolicy."""
 
     def forward(self, weight):
         return weight.bfloat16()
@@ -107,7 +107,7 @@ def step(ranks, mixed=False):
     return trace(module, tokens, tokens.clone(), train=True, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-3))
 
 
-def sharded(mesh, graph=None, reduce_each=True, **policy):
+def sharded(mesh, graph=None, reduce_every_microbatch=True, **policy):
     axes = [name for name, _ in mesh.axes]
     graph = step(int(mesh.devices.expr), "param_dtype" in policy) if graph is None else graph
     placements = {}
@@ -117,7 +117,9 @@ def sharded(mesh, graph=None, reduce_each=True, **policy):
         if t.producer is None and t.role in ("param", "state", "buffer") and t.ndim:
             placements[t.name] = f"(a {' '.join(axes)})" + " b" * (t.ndim - 1)
     gather = cg.FullyShard(axes, units=["m/layers/*"], **policy)
-    return cg.shard(graph, mesh, placements, gather=gather, reduce_each=reduce_each, strict=True)
+    return cg.shard(
+        graph, mesh, placements, gather=gather, reduce_every_microbatch=reduce_every_microbatch, strict=True
+    )
 
 
 def sent(graph):
@@ -128,27 +130,28 @@ def sent(graph):
     ]
 
 
-def test_the_peak_of_a_rank_is_that_of_fully_shard_to_the_byte():
+def test_rank_peak_equals_fully_shard_to_the_byte():
     rank = sharded(cg.mesh(dp=4), reshard_root=True)
     assert sent(rank) == [689_856, 689_856, 689_856]
     assert cg.peak_memory(rank) == 2_713_956
-    # units of 164,352 bytes, and the root of 262,400: as many collectives of each
+    # units with 164,352 bytes, and the root with 262,400: as many collectives each
     whole = [m.bytes for m in cg.communication(rank).filter(phase="backward", collective="reduce_scatter")]
     assert whole == [164_352] * 4 + [262_400]
 
 
 @pytest.mark.long
-def test_the_peak_of_two_ranks_is_that_of_two_processes_to_the_byte():
+def test_two_rank_peak_equals_two_processes_to_the_byte():
     assert cg.peak_memory(sharded(cg.mesh(dp=2), reshard_root=True)) == 3_403_812
 
 
 @pytest.mark.parametrize("count", [3, pytest.param("N", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("each", "peak"), [(True, 2_943_908), pytest.param(False, 3_551_332, marks=pytest.mark.long)])
-def test_the_peak_of_three_micro_batches_is_that_of_fully_shard_to_the_byte(count, each, peak):
-    """`sharded_oracles.py`: each is reduced, or the last one alone (`set_requires_gradient_sync`)."""
+def test_micro_batch_peak_equals_fully_shard_to_the_byte(count, each, peak):
+    """`sharded_oracles.py`: each micro-batch is reduced, or only the last (`set_requires_gradient_sync`)."""
     times, at = (count, {}) if count == 3 else (cg.dims(count), {count: 3})
     rank = sharded(cg.mesh(dp=4), cg.training_step(forward(4), optimizer=cg.AdamW(), accumulate=times), each)
-    # torch has the same tokens and targets (2 rows, int64) in each, drops losses, and has 39 step counters on the CPU
+    # torch has the same tokens and targets (2 rows, int64) in each micro-batch, drops losses, and keeps 39 step
+    # counters
     assert cg.peak_memory(rank, **at) == peak + 2 * 2 * (2 * S * 8) + 2 * 4 - 39 * 4
     reduced = cg.communication(rank, **at).filter(phase="backward", collective="reduce_scatter")
     assert {m.bytes for m in reduced} == {164_352, 262_400}
@@ -156,11 +159,11 @@ def test_the_peak_of_three_micro_batches_is_that_of_fully_shard_to_the_byte(coun
 
 
 @pytest.mark.long
-def test_peaks_where_parameters_stay_are_within_a_thousandth():
-    kept = sharded(cg.mesh(dp=4), reshard_after_forward=False)
-    assert sent(kept) == [689_856, 0, 689_856]
-    assert cg.peak_memory(kept) == pytest.approx(3_239_268, rel=1e-3)
-    # reshard_after_forward=2: groups of two ranks have the parameters between the passes
+def test_unresharded_peaks_are_within_a_thousandth():
+    unresharded = sharded(cg.mesh(dp=4), reshard_after_forward=False)
+    assert sent(unresharded) == [689_856, 0, 689_856]
+    assert cg.peak_memory(unresharded) == pytest.approx(3_239_268, rel=1e-3)
+    # reshard_after_forward=2: groups of two ranks keep the parameters between the passes
     partly = sharded(cg.mesh(dp=2, of=2), reshard_after_forward="of", reshard_root=True)
     assert sent(partly) == [689_856, 459_904, 689_856]
     assert cg.peak_memory(partly) == pytest.approx(3_042_020, rel=1e-3)
@@ -177,12 +180,12 @@ def test_peaks_where_parameters_stay_are_within_a_thousandth():
         (2, {"reduce_dtype": "fp32", "reshard_root": True}, 2_591_264),
     ],
 )
-def test_peaks_under_a_mixed_precision_policy_are_those_of_fully_shard_to_the_byte(ranks, policy, peak):
+def test_mixed_precision_peaks_equal_fully_shard_to_the_byte(ranks, policy, peak):
     """MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=...), torch 2.13.0+cpu, on a fake process group."""
     assert cg.peak_memory(sharded(cg.mesh(dp=ranks), param_dtype="bf16", **policy)) == peak
 
 
 @pytest.mark.long
-def test_the_peak_where_parameters_in_bf16_stay_is_within_a_thousandth():
-    kept = sharded(cg.mesh(dp=4), param_dtype="bf16", reduce_dtype="fp32", reshard_after_forward=False)
-    assert cg.peak_memory(kept) == pytest.approx(2_115_808, rel=1e-3)
+def test_unresharded_bf16_peak_is_within_a_thousandth():
+    rank = sharded(cg.mesh(dp=4), param_dtype="bf16", reduce_dtype="fp32", reshard_after_forward=False)
+    assert cg.peak_memory(rank) == pytest.approx(2_115_808, rel=1e-3)

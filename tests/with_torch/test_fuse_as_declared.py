@@ -1,10 +1,10 @@
-"""One model, one cost: a fused trace of a class of transformers beside the fused declaration of its configuration.
+"""Fused traces of transformers classes cost the same as the fused declarations of their configs.
 
-Declarations have kernels where eager programs have an op each: norms, rotary embeddings, attention, routing of experts.
-A fused trace moves as many bytes. The programs of four other architectures do more, which no compiler takes away:
-Falcon repeats keys and values for each head and adds a mask, Phi-3 copies the result of attention, as its queries were
-concatenated, GPT-OSS concatenates sinks and scores and takes their maximum apart, and DeepSeek-V2 rotates positions as
-complex numbers.
+Declarations use kernels where eager programs have separate ops: norms, rotary embeddings, attention, expert routing. A
+fused trace moves as many bytes. The programs of four other architectures do extra work that no compiler removes: Falcon
+repeats keys and values per head and adds a mask, Phi-3 copies the attention result because its queries were
+concatenated, GPT-OSS concatenates sinks and scores and takes their maximum separately, and DeepSeek-V2 rotates
+positions as complex numbers.
 """
 
 import pytest
@@ -29,14 +29,14 @@ LATENT = DECODER | {
     "n_shared_experts": 2, "kv_lora_rank": 256, "q_lora_rank": 384, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
     "v_head_dim": 64, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
-#: Model type, fields and attention, by architecture: as `transformers` runs it by default.
+#: Model type, fields and attention implementation by architecture, with the defaults of `transformers`.
 FAMILIES = {
     "GPT2LMHeadModel": ("gpt2", {"n_embd": 1024, "n_head": 16, "n_layer": 4, "n_positions": 2048, "vocab_size": 50257}),
     "LlamaForCausalLM": ("llama", DECODER),
     "MistralForCausalLM": ("mistral", DECODER | {"sliding_window": None}),
     "Qwen2ForCausalLM": ("qwen2", DECODER),
     "Qwen3ForCausalLM": ("qwen3", HEADS),
-    "Gemma2ForCausalLM": ("gemma2", HEADS),  # no fused kernel of torch caps scores
+    "Gemma2ForCausalLM": ("gemma2", HEADS),  # torch's fused kernels do not soft-cap scores
     "Gemma3ForCausalLM": ("gemma3_text", HEADS),
     "Olmo2ForCausalLM": ("olmo2", DECODER),
     "MixtralForCausalLM": ("mixtral", EXPERTS | {"num_local_experts": 8, "sliding_window": None}),
@@ -63,7 +63,7 @@ SHORT = ("Qwen3ForCausalLM",)
 @pytest.mark.parametrize(
     "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
 )
-def test_a_fused_trace_costs_what_the_declaration_does(name):
+def test_fused_trace_costs_the_same_as_fused_declaration(name):
     kind, fields = FAMILIES[name]
     fields = {"architectures": [name], "model_type": kind, "dtype": "bfloat16", **fields}
     attention = "eager" if kind == "gemma2" else "flash"

@@ -1,4 +1,4 @@
-"""Kernels of `fuse` beside those that torch's inductor makes of the same programs."""
+"""`fuse`'s kernels against torch inductor's for the same programs."""
 
 import json
 from collections import defaultdict
@@ -11,12 +11,12 @@ import costgraph as cg
 from costgraph.torch import lower, trace
 
 LOSS = "gradient of a loss"
-TRACED = [name for name in PROGRAMS if name != LOSS]  # what is scattered there is no declared kind when traced
+TRACED = [name for name in PROGRAMS if name != LOSS]  # its scatter is a foreign call in a trace
 FOUND = json.loads(RECORD.read_text())["bytes of each kernel"]
 
 
 def loops(g):
-    """Bytes of each kernel that is no product, in program order."""
+    """Return the bytes of each kernel other than matmuls, in program order."""
     products = {
         op.name for op in g.ops if {"einsum"} & {op.kind.name, *(i.kind.name for i in (op.body.ops if op.body else ()))}
     }
@@ -28,7 +28,7 @@ def loops(g):
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_kernels_and_their_bytes_are_those_of_inductor(name):
+def test_fused_kernels_and_bytes_equal_inductors(name):
     module, operands = program(name)
     with torch.no_grad():
         g = cg.fuse(trace(module, *operands))
@@ -37,8 +37,8 @@ def test_kernels_and_their_bytes_are_those_of_inductor(name):
 
 @pytest.mark.parametrize("epilogues", [False, True])
 @pytest.mark.parametrize("name", TRACED)
-def test_a_fused_trace_computes_what_the_program_does(name, epilogues):
-    """Of the same parameters, in place or not."""
+def test_fused_trace_computes_the_programs_values(name, epilogues):
+    """For the same parameters, in place or not."""
     module, operands = program(name)
     with torch.no_grad():
         g = trace(module, *operands)
@@ -46,8 +46,8 @@ def test_a_fused_trace_computes_what_the_program_does(name, epilogues):
     torch.testing.assert_close(made, expected)
 
 
-def test_the_gradient_of_a_loss_is_one_kernel_with_that_of_its_logits():
-    """One element of each row is written into zeros: a comparison of places, so that the zeros are never there."""
+def test_loss_and_logits_gradients_fuse_into_one_kernel():
+    """One element per row is scattered into zeros: as an index comparison, the zeros are never stored."""
     N, C = 37, 61
     with cg.Graph("g") as g:
         logits = g.input("logits", (N, C), dtype="fp32", grad=True)
@@ -57,4 +57,4 @@ def test_the_gradient_of_a_loss_is_one_kernel_with_that_of_its_logits():
     for row in rows:
         moved[row.op] += row.amount.constant
     ones, kernel = sorted(moved.values())
-    assert [kernel - ones] == FOUND[LOSS]  # it reads the gradient of the loss as well, which torch has put into it
+    assert [kernel - ones] == FOUND[LOSS]  # it also reads the gradient of the loss, which inductor inlines

@@ -1,4 +1,4 @@
-"""Copies that torch's kernels make of operands and results, for every memory format: the allocator's, one call each."""
+"""Copies of operands and results in torch's kernels, for every memory format: one call each against the allocator."""
 
 from itertools import product
 
@@ -21,7 +21,7 @@ def channels_last(shape):
     return torch.rand(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
-#: How an operand lies in memory, by name.
+#: Memory layouts of an operand, by name.
 LAYOUTS = {
     "contiguous": torch.rand,
     "channels last": channels_last,
@@ -105,28 +105,28 @@ CASES = [
     ("gelu_backward", [MATRIX, MATRIX], lambda g, x: aten.gelu_backward(g, x)),
     ("binary_cross_entropy_with_logits", [MATRIX, MATRIX], lambda x, y: aten.binary_cross_entropy_with_logits(x, y)),
 ]  # fmt: skip
-#: Autograd makes the operands of one contiguous first; the other one is called by the gradient of `cdist` alone.
+#: Autograd makes the first one's operands contiguous; only the gradient of `cdist` calls the second.
 ELSEWHERE = {"native_group_norm_backward", "_cdist_backward"}
 
 
-def test_every_kernel_that_copies_is_called():
+def test_every_copying_kernel_is_tested():
     tables = (
         rules._DENSE, rules._IN_OWN_FORMAT, rules._IN_FORMAT_OF, rules._CHANNELS_LAST_OR_DENSE, rules._BSHD,
-        rules._DENSE_ON_A_CPU,
+        rules._DENSE_ON_CPU,
     )  # fmt: skip
     copying = {name.partition(".")[0] for table in tables for name in table}
     assert copying - {name for name, _, _ in CASES} == ELSEWHERE
 
 
 @pytest.mark.parametrize(("name", "shapes", "call"), CASES, ids=[name for name, _, _ in CASES])
-def test_kernels_copy_what_the_rules_say(name, shapes, call):
+def test_kernel_copies_match_the_rules(name, shapes, call):
     layouts = [list(LAYOUTS) if len(shape) > 2 else ["contiguous", "transposed", "expanded"] for shape in shapes]
     calls, predicted = [], []
     combinations = list(product(*layouts))
     for chosen in combinations:
         operands = [LAYOUTS[layout](shape) for layout, shape in zip(chosen, shapes, strict=True)]
         function = call
-        if isinstance(call, tuple):  # of a maximum that the forward pass has placed
+        if isinstance(call, tuple):  # for the indices of a forward max pooling
             places, function = call
             operands.append(places(operands[-1]))
         calls.append(lambda function=function, operands=operands: function(*operands))

@@ -1,4 +1,4 @@
-"""Lowering of a graph: names, inputs, devices, refusals, gradients, and what the strategies do not draw."""
+"""Lowering of a graph: names, inputs, devices, errors, gradients, and cases that the strategies do not draw."""
 
 import re
 
@@ -34,7 +34,7 @@ def run(graph, **dims):
 # -- names and numbers -------------------------------------------------------------------------------------------
 
 
-def test_tensors_have_the_names_of_the_graph():
+def test_lowered_tensors_keep_graph_names():
     step = training_step(load("mlp", dtype="fp32"))
     module = lower(step, **sizes_of(step))
     assert {n for n, _ in module.named_parameters()} == {
@@ -44,12 +44,12 @@ def test_tensors_have_the_names_of_the_graph():
     assert "layers.linear.weight_exp_avg_sq.2" in dict(module.named_buffers())
 
 
-def test_a_tensor_may_have_the_name_of_a_module():
+def test_tensor_names_may_clash_with_module_names():
     with cg.Graph("g") as g:
         a = g.param("a", (2,))
         with cg.scope("a"):
             b = g.param("b", (2,))
-        with cg.scope("train"):  # a method of torch's modules
+        with cg.scope("train"):  # also an nn.Module method
             c = g.param("float", (2,))
         g.output(a + b + c + g.param("a.b", (2,)))
     module = lower(g)
@@ -58,20 +58,20 @@ def test_a_tensor_may_have_the_name_of_a_module():
     assert module().tolist() == [15.0, 15.0]
 
 
-def test_the_weights_of_a_model_fit_its_training_step():
+def test_model_weights_load_into_its_training_step():
     graph = load("llama-3-8b", dtype="fp32")
     step = cg.training_step(graph, optimizer=cg.SGD())
     forward, update = lower(graph, **sizes_of(graph)), lower(step, **sizes_of(step))
     assert str(update.load_state_dict(forward.state_dict())) == "<All keys matched successfully>"
 
 
-def test_numbers_are_those_of_the_seed():
+def test_seed_determines_initial_values():
     graph = load("mlp", dtype="fp32")
     first, same, other = (lower(graph, seed=s, **sizes_of(graph)).state_dict() for s in (0, 0, 1))
     assert all(torch.equal(first[k], same[k]) and not torch.equal(first[k], other[k]) for k in first)
 
 
-def test_indices_are_rows_of_the_smallest_table_that_they_look_up():
+def test_random_indices_fit_the_smallest_table():
     with cg.Graph("g") as g:
         ids = g.input("ids", (1009,), dtype="int64")
         for rows in (7, 5):
@@ -95,7 +95,7 @@ def test_computed_indices_wrap_around():
     assert "remainder" not in lower(known).code
 
 
-# -- inputs and refusals -----------------------------------------------------------------------------------------
+# -- inputs and errors -------------------------------------------------------------------------------------------------
 
 
 def plain():
@@ -125,18 +125,18 @@ def test_inputs_are_looked_at(given, text):
         (lambda: lower(plain()), BindingError, "lower of graph 'g': B not bound, expected a size for each"),
         (lambda: random_inputs(plain()), BindingError, "B not bound"),
         (lambda: lower(plain(), B=0), BindingError, "B=0: expected a positive integer"),
-        (lambda: lower(plain(), "abacus", B=2), GraphError, "device 'abacus': torch knows none such"),
+        (lambda: lower(plain(), "abacus", B=2), GraphError, "device 'abacus': unknown to torch"),
         (lambda: lower("g"), GraphError, "lower: got str, expected a graph"),
-        (lambda: lower(cg.Graph("empty")), GraphError, "lower of graph 'empty': no output, expected one at least"),
+        (lambda: lower(cg.Graph("empty")), GraphError, "lower of graph 'empty': no output, expected at least one"),
     ],
 )
-def test_questions_that_make_no_sense_are_refused(ask, error, text):
+def test_invalid_lower_calls_are_refused(ask, error, text):
     with pytest.raises(error, match=re.escape(text)):
         ask()
 
 
 @pytest.mark.parametrize("dtype", ["int4", "fp4_e2m1", "mxfp8", "nvfp4"])
-def test_formats_that_torch_has_not_are_refused(dtype):
+def test_dtypes_unknown_to_torch_are_refused(dtype):
     with cg.Graph("g") as g:
         g.output(cg.ops.pointwise("copy", g.input("x", (32,), dtype)))
     with pytest.raises(UnsupportedError, match=f"input 'x': torch has no tensors of {dtype}, expected one of fp64"):
@@ -144,16 +144,16 @@ def test_formats_that_torch_has_not_are_refused(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_short_floats_are_stored_and_computed_with_in_fp32(dtype):
+def test_fp8_tensors_are_computed_in_fp32(dtype):
     with cg.Graph("g") as g:
         x = g.input("x", (2, 2), dtype)
         g.output(cg.ops.pointwise("add", x, x), x @ x, cg.reduce(x, "a b -> a", "sum"))
-    made = lower(g)(torch.ones(2, 2).to(random_inputs(g)[0].dtype))
-    assert [y.float().unique().tolist() for y in made] == [[2.0], [2.0], [2.0]]
-    assert {y.element_size() for y in made} == {1}
+    results = lower(g)(torch.ones(2, 2).to(random_inputs(g)[0].dtype))
+    assert [y.float().unique().tolist() for y in results] == [[2.0], [2.0], [2.0]]
+    assert {y.element_size() for y in results} == {1}
 
 
-# -- functions of one's own --------------------------------------------------------------------------------------
+# -- user-defined functions --------------------------------------------------------------------------------------------
 
 
 def own():
@@ -164,14 +164,14 @@ def own():
     return g
 
 
-def test_functions_of_ones_own():
+def test_opaque_ops_call_user_functions():
     x = torch.tensor([[2.0, 1.0], [4.0, 3.0], [0.0, 5.0]])
     module = lower(own(), functions={"sorted_rows": lambda x: x.sort(-1).values, "twice": lambda x: 2 * x})
     assert module(x).tolist() == [[2, 4], [6, 8], [0, 10]]
 
 
-def test_functions_that_are_missing_or_return_something_else_are_refused():
-    with pytest.raises(UnsupportedError, match=re.escape("expected a function of torch in functions={'sorted_rows': ")):
+def test_missing_or_wrong_user_functions_are_refused():
+    with pytest.raises(UnsupportedError, match=re.escape("expected a torch function in functions={'sorted_rows': ")):
         lower(own())
     with pytest.raises(UnsupportedError, match=re.escape("torch has no function 'twice'")):
         lower(own(), functions={"sorted_rows": torch.sort})
@@ -194,8 +194,8 @@ def test_functions_that_are_missing_or_return_something_else_are_refused():
         ("llama-3-8b", "eager", cg.every_block()),
     ],
 )
-def test_gradients_are_those_of_autograd(name, attention, checkpoint):
-    """A step of plain descent with rate 1 takes the gradient away, which autograd finds through the forward pass."""
+def test_lowered_step_gradients_equal_autograd(name, attention, checkpoint):
+    """A step of plain SGD with rate 1 subtracts the gradient, which autograd computes from the forward pass."""
     graph = load(name, dtype="fp64", attention=attention)
     loss = cg.transforms.loss.with_loss(graph)
     step = cg.training_step(graph, optimizer=cg.SGD(lr=1.0), checkpoint=checkpoint)
@@ -203,14 +203,14 @@ def test_gradients_are_those_of_autograd(name, attention, checkpoint):
     forward, update, inputs = lower(loss, **dims), lower(step, **dims), random_inputs(loss, **dims)
     before = {k: v.clone() for k, v in forward.state_dict().items()}
     update.load_state_dict(before)
-    made = forward.requires_grad_()(*inputs)
-    made.backward()
-    torch.testing.assert_close(update(*inputs), made.detach(), rtol=1e-12, atol=0)
+    output = forward.requires_grad_()(*inputs)
+    output.backward()
+    torch.testing.assert_close(update(*inputs), output.detach(), rtol=1e-12, atol=0)
     for k, p in forward.named_parameters():
         torch.testing.assert_close(before[k] - update.get_parameter(k), p.grad, rtol=1e-6, atol=1e-13)
 
 
-def test_adamw_does_what_torch_does():
+def test_lowered_adamw_equals_torchs():
     graph = load("mlp", dtype="fp32")
     loss = cg.transforms.loss.with_loss(graph)
     dims = sizes_of(loss)
@@ -229,7 +229,7 @@ def test_adamw_does_what_torch_does():
             torch.testing.assert_close(module.get_parameter(k), p.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_convolution_and_pooling_go_back_as_torchs():
+def test_convolution_and_pooling_gradients_equal_torchs():
     B, C, N = cg.dims("B C N")
     with cg.Graph("g", dtype="fp64") as g:
         y = cg.conv(g.input("x", (B, C, N, N)), "b c h w -> b o h w", window=(3, 3), padding=1, stride=2, o=4)
@@ -251,7 +251,7 @@ def test_convolution_and_pooling_go_back_as_torchs():
         torch.testing.assert_close(p.detach() - step.get_parameter(k), p.grad)
 
 
-# -- everything that a step can be -------------------------------------------------------------------------------
+# -- step options ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: f"{type(o).__name__}-{o.implementation}")
@@ -260,7 +260,7 @@ def test_steps_with_every_optimizer_run(optimizer):
     module = lower(step, **sizes_of(step))
     before = {k: v.clone() for k, v in module.state_dict().items()}
     assert torch.isfinite(module(*random_inputs(step, **sizes_of(step))))
-    # a small step changes no digit of a number near 1, as those of vectors are
+    # a small step does not change numbers near 1, such as those of vectors
     changed = {k for k, v in module.named_parameters() if not torch.equal(v, before[k])}
     assert {k for k, _ in module.named_parameters() if "weight" in k} <= changed
     assert all(torch.isfinite(v).all() for v in module.state_dict().values())
@@ -274,7 +274,7 @@ def test_steps_in_every_precision_run(precision):
     assert torch.isfinite(run(step, **sizes_of(step) | {"L": 1}))
 
 
-def test_micro_batches_give_the_gradients_of_the_whole_batch():
+def test_micro_batch_gradients_equal_the_whole_batch():
     graph = load("mlp", dtype="fp64")
     whole = cg.training_step(graph, optimizer=cg.SGD(lr=1.0))
     parts = cg.training_step(graph, optimizer=cg.SGD(lr=1.0), accumulate=3)
@@ -289,19 +289,19 @@ def test_micro_batches_give_the_gradients_of_the_whole_batch():
         torch.testing.assert_close(second.get_parameter(k), p)
 
 
-def test_dropout_keeps_its_share():
+def test_dropout_drops_the_expected_share():
     with cg.Graph("g") as g:
         g.output(cg.dropout(g.input("x", (100, 1000)), 0.25))
-    made = lower(g)(torch.ones(100, 1000))
-    assert made.unique().tolist() == [0.0, pytest.approx(4 / 3)]
+    result = lower(g)(torch.ones(100, 1000))
+    assert result.unique().tolist() == [0.0, pytest.approx(4 / 3)]
     # 100,000 draws: six standard deviations are 0.0082
-    assert (made == 0).float().mean().item() == pytest.approx(0.25, abs=0.0082)
+    assert (result == 0).float().mean().item() == pytest.approx(0.25, abs=0.0082)
 
 
 # -- calls of a trace, and devices -------------------------------------------------------------------------------
 
 
-def test_a_traced_module_computes_what_the_module_does():
+def test_lowered_trace_equals_the_module():
     trace = pytest.importorskip("costgraph.torch.tracing.trace").trace
     module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3))
     x = torch.randn(4, 5)
@@ -310,18 +310,18 @@ def test_a_traced_module_computes_what_the_module_does():
     assert torch.equal(lowered(x), module(x).detach())
 
 
-def test_a_model_of_full_size_runs_on_the_meta_device():
+def test_full_size_model_runs_on_the_meta_device():
     graph = load("llama-3.2-1b")
     module = lower(graph, "meta", B=1, S=8192)
-    made = module(*random_inputs(graph, "meta", B=1, S=8192))
-    assert (made.device.type, made.dtype, tuple(made.shape)) == ("meta", torch.bfloat16, (1, 8192, 128256))
+    logits = module(*random_inputs(graph, "meta", B=1, S=8192))
+    assert (logits.device.type, logits.dtype, tuple(logits.shape)) == ("meta", torch.bfloat16, (1, 8192, 128256))
     assert sum(p.numel() for p in module.parameters()) == cg.param_count(graph)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["flash", "eager"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_step_on_a_gpu_has_the_loss_of_the_cpu(attention, dtype):
+def test_gpu_step_loss_equals_the_cpu(attention, dtype):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     step = training_step(load("llama-3-8b", dtype=dtype, attention=attention))
@@ -331,26 +331,28 @@ def test_a_step_on_a_gpu_has_the_loss_of_the_cpu(attention, dtype):
 
 
 @pytest.mark.parametrize("kernel", ["flash", "eager"])
-def test_queries_of_one_rank_want_to_know_the_others(kernel):
+def test_rank_graph_of_attention_needs_a_mesh(kernel):
     B, H, S, K = cg.dims("B H S K")
     with cg.Graph("g") as g:
         g.output(cg.attention(*(g.input(n, (B, H, S, K)) for n in "qkv"), kernel=kernel))
     rank = cg.shard(g, cg.mesh(cp=2), dict.fromkeys("qkv", "b h (s cp) k"), strict=True)
-    with pytest.raises(cg.GraphError, match=r"it is that of one rank of mesh\(cp=2\), expected mesh=, torch's Device"):
+    with pytest.raises(
+        cg.GraphError, match=r"the graph is partitioned over mesh\(cp=2\), expected mesh= with torch's Device"
+    ):
         lower(rank, B=2, H=1, S=4, K=3)
 
 
-def test_collectives_are_played_by_one_of_equal_ranks():
+def test_collectives_without_mesh_assume_equal_ranks():
     with cg.Graph("g") as g:
         x = g.input("x", (4, 2))
         names = ("all_reduce", "all_gather", "reduce_scatter", "send")
         g.output(*(cg.ops.collective(x, n, 2) for n in names), cg.ops.opaque.transfer(x))
-    made = [y.numpy() for y in lower(g)(torch.ones(4, 2))]
-    assert [(y.shape, y.flat[0]) for y in made] == [((4, 2), 2), ((8, 2), 1), ((2, 2), 2), ((4, 2), 1), ((4, 2), 1)]
-    assert all(np.ptp(y) == 0 for y in made)
+    results = [y.numpy() for y in lower(g)(torch.ones(4, 2))]
+    assert [(y.shape, y.flat[0]) for y in results] == [((4, 2), 2), ((8, 2), 1), ((2, 2), 2), ((4, 2), 1), ((4, 2), 1)]
+    assert all(np.ptp(y) == 0 for y in results)
 
 
-def test_scopes_may_have_names_that_are_words_of_python():
+def test_scopes_may_be_python_keywords():
     B, D = cg.dims("B D")
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))

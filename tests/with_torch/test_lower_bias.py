@@ -1,4 +1,4 @@
-"""Attention with something added to its scores: results and gradients beside torch's, and of what T5 adds."""
+"""Attention with an additive bias, such as T5's: results and gradients against torch's."""
 
 import pytest
 
@@ -30,8 +30,8 @@ SHAPES = [(1, H, S, T), (B, H, S, T), (1, 1, S, T), (1, H, 1, T), (B, 1, 1, T), 
 
 @pytest.mark.parametrize("kernel", ["flash", "eager"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_bias_and_its_gradient(shape, kernel):
-    """Each shape with one kernel that is causal and one that is not."""
+def test_attention_bias_and_gradient_equal_torchs(shape, kernel):
+    """Each shape with a causal and a non-causal kernel."""
     causal = (SHAPES.index(shape) % 2 == 0) == (kernel == "flash")
     g = declared(shape, kernel, causal)
     back = cg.backward(g)
@@ -48,16 +48,16 @@ def test_a_bias_and_its_gradient(shape, kernel):
     scores = q @ k.repeat_interleave(2, 1).mT + bias
     if causal:  # aligned at the last positions: query s sees keys up to s + T - S
         scores = scores.masked_fill(torch.ones(5, 7).tril(2) == 0, -torch.inf)
-    made = scores.softmax(-1) @ v.repeat_interleave(2, 1)
-    expected = (made**2).sum()
+    expected_output = scores.softmax(-1) @ v.repeat_interleave(2, 1)
+    expected = (expected_output**2).sum()
     expected.backward()
     assert torch.allclose(loss, expected)
     for name, found, x in zip([t.name for t in back.gradients], gradients, given, strict=True):
         assert torch.allclose(found, x.grad), name
 
 
-def test_biases_of_relative_positions_have_rows_of_the_table():
-    """Of neighbours the distance decides, of both directions apart; what is far shares a row."""
+def test_relative_bias_buckets_match_t5():
+    """Nearby keys have a bucket per distance, separate by direction; distant ones share a bucket."""
     with cg.Graph("g", dtype="fp64") as g:
         g.output(cg.nn.relative_bias(cg.ops.arange(S), cg.ops.arange(S), H, buckets=8))
     with exact():
@@ -66,7 +66,8 @@ def test_biases_of_relative_positions_have_rows_of_the_table():
     table.copy_(torch.arange(8.0).reshape(8, 1))
     bucket = module()[0, 0].int()
     assert bucket.diagonal().tolist() == [0] * 9
-    assert bucket.diagonal(-1).tolist() == [1] * 8  # a key just before its query: the first row after that of itself
-    assert bucket.diagonal(1).tolist() == [5] * 8  # just behind it: 4 rows are earlier keys'
+    # a key just before its query: the bucket after that of the query itself
+    assert bucket.diagonal(-1).tolist() == [1] * 8
+    assert bucket.diagonal(1).tolist() == [5] * 8  # just after it: 4 buckets belong to earlier keys
     assert bucket.max() <= 7
     assert bucket.min() >= 0

@@ -1,4 +1,4 @@
-"""Gradients of drawn losses: those of the graph's own backward pass beside those of autograd through the forward."""
+"""Gradients of random losses: the graph's own backward pass against autograd through the forward pass."""
 
 import pytest
 from budget import in_part
@@ -16,14 +16,14 @@ from costgraph.torch.lowering import lower, random_inputs  # noqa: E402
 torch.set_num_threads(1)
 
 
-def of_autograd(module, names, inputs):
-    """Gradients by autograd of the inputs and parameters of these names; of a stack in the order of its layers."""
+def autograd_gradients(module, names, inputs):
+    """Return autograd's gradients of the named inputs and parameters; for a stack, in layer order."""
     module.requires_grad_()
     for x in inputs.values():
         x.requires_grad_(x.is_floating_point())
     try:
         module(*inputs.values()).backward()
-    except RuntimeError as refused:  # what is written to a place has no gradient in torch; nor has what is gone
+    except RuntimeError as refused:  # torch has no gradients for indices or freed tensors
         texts = ("out=", "does not require grad", "modified by an inplace operation")
         assume(not any(text in str(refused) for text in texts))
         raise
@@ -51,18 +51,18 @@ def test_gradients_of_drawn_losses(case):
         back = cg.backward(graph)
     except CostGraphError:
         assume(False)
-    assume(back.gradients)  # nothing contributes to any of them otherwise
+    assume(back.gradients)  # otherwise no gradient has contributions
     with back:
         back.outputs.extend(back.gradients.values())
     with exact():
         forward, module = lower(graph, **point), lower(back, **point)
         inputs = random_inputs(graph, **point)
-    # the backward pass of a loop whose first iteration is another one declares that one's parameters apart
+    # the backward pass of a loop with a distinct first iteration declares its parameters separately
     assume(forward.state_dict().keys() == module.state_dict().keys())
     forward.load_state_dict(module.state_dict())
     _, *made = module(*(x.clone() for x in inputs))
     names = [t.name for t in graph.tensors if t.producer is None and t.role == "input"]
-    wanted = of_autograd(forward, [t.name for t in back.gradients], dict(zip(names, inputs, strict=True)))
+    wanted = autograd_gradients(forward, [t.name for t in back.gradients], dict(zip(names, inputs, strict=True)))
     for (name, sources), found in zip(wanted.items(), made, strict=True):
         layers = found if isinstance(found, tuple) else (found,)
         assert len(layers) == len(sources), name
@@ -74,7 +74,7 @@ def test_gradients_of_drawn_losses(case):
 @pytest.mark.parametrize(
     ("reduction", "none"), in_part([(way, none) for way in ("mean", "sum", "none") for none in (-100, -1, 2)], 0)
 )
-def test_targets_of_no_class(reduction, none):
+def test_ignored_targets_have_no_gradient(reduction, none):
     class Classes(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -85,12 +85,12 @@ def test_targets_of_no_class(reduction, none):
             each = torch.nn.functional.cross_entropy(self.last(x), targets, **options)
             return each.square().sum() if reduction == "none" else each
 
-    if reduction == "none" and none >= 0:  # a recorded call, which has no gradient here
+    if reduction == "none" and none >= 0:  # a foreign call, which has no gradient here
         return
     net, x, targets = Classes(), torch.randn(11, 5), torch.arange(11) % 7
     targets[::3] = none
     traced = trace(net, x, targets, dims=[("N", None), ("N",)])
-    for forward in traced, cg.apply_precision(traced, "fp32"):  # with torch's calls, and by declared ops alone
+    for forward in traced, cg.apply_precision(traced, "fp32"):  # with torch's calls, and with declared ops only
         back = cg.backward(forward)
         with back:
             back.outputs.extend(back.gradients.values())

@@ -1,4 +1,4 @@
-"""Peak memory of a lowered run on a CPU, as the profiler counts it, beside the formula."""
+"""Peak memory of a lowered run on a CPU: the profiler's measurement against the formula."""
 
 from unittest import mock
 
@@ -21,12 +21,12 @@ SIZES = {"B": 3, "S": 67, "D": 24, "H": 4, "G": 2, "K": 6, "F": 59, "L": 3, "V":
 PERCEPTRON = {"B": 211, "D": 29, "F": 59, "L": 3, "C": 11}
 
 
-#: Bytes of the sum of a mean and of the number that it is divided by: torch makes tensors of both.
+#: Bytes of a mean's sum and divisor, which torch stores in tensors.
 NUMBER = 16
 
 
 def beside(graph, **dims):
-    """Measured and predicted bytes beyond parameters, buffers and inputs."""
+    """Return the measured and predicted bytes beyond parameters, buffers and inputs."""
     return measured_and_predicted(lower(graph, **dims), graph, **dims)
 
 
@@ -40,7 +40,7 @@ def sizes_of(graph, name):
     return {k: v for k, v in sizes.items() if k in known_names(graph)}
 
 
-#: Models and kernels of attention, which a perceptron has none of.
+#: Models and attention kernels; a perceptron has no attention.
 MODELS = [("mlp", "flash"), *((name, kernel) for name in ("gpt2", "llama-3-8b") for kernel in ("flash", "eager"))]
 
 
@@ -48,7 +48,7 @@ MODELS = [("mlp", "flash"), *((name, kernel) for name in ("gpt2", "llama-3-8b") 
 def test_forward_peak_of_models(name, attention):
     graph = load(name, dtype="fp32", attention=attention)
     measured, predicted = beside(graph, **sizes_of(graph, name))
-    # eager attention hides keys with a mask of bools while it does, and 4 bytes of minus infinity beside it
+    # eager attention masks keys with a bool mask and the 4 bytes of minus infinity
     mask = SIZES["S"] ** 2 + 4 if attention == "eager" else 0
     assert measured == predicted + mask
 
@@ -79,8 +79,8 @@ def test_peak_of_checkpointed_steps(policy):
     assert measured == predicted
 
 
-def test_storages_are_given_up_at_their_last_use():
-    """Ten layers of one matrix: two of them live at a time, not eleven."""
+def test_storages_are_freed_after_their_last_use():
+    """Ten layers with one matrix each: two activations live at a time, not eleven."""
     B, D, L = cg.dims("B D L")
     with cg.Graph("g") as g:
         g.output(cg.repeat(L, lambda x: cg.relu(x @ g.param("w", (D, D))), g.input("x", (B, D))))
@@ -88,7 +88,7 @@ def test_storages_are_given_up_at_their_last_use():
     assert measured == predicted == 2 * 4 * 7 * 11
 
 
-def test_slices_of_a_stack_are_written_where_they_lie():
+def test_stacked_results_are_written_in_place():
     B, D, T = cg.dims("B D T")
     with cg.Graph("g") as g:
 
@@ -103,7 +103,7 @@ def test_slices_of_a_stack_are_written_where_they_lie():
     assert measured == predicted == 4 * 7 * 11 * (5 + 2)
 
 
-def test_an_op_in_place_takes_no_memory():
+def test_in_place_ops_allocate_nothing():
     N = cg.dims("N")
     with cg.Graph("g") as g:
         y = cg.ops.pointwise("exp", g.input("x", (N,)))
@@ -114,18 +114,18 @@ def test_an_op_in_place_takes_no_memory():
     assert measured == predicted == 2 * 4 * 1009
 
 
-#: Kinds of ops of which torch has kernels that make their results alone.
+#: Ops with torch kernels that allocate only their results.
 KINDS = ("einsum", "pointwise", "reduce", "rearrange", "slice", "expand", "concat", "repeat")
 
 
 def exceptions(graph):
-    """Whether an op needs more than what is modelled: the causes that `lower` lists."""
+    """Whether an op needs more memory than the model: the causes that `lower` lists."""
 
     def lone(op):
         names = [set(op.kind.pattern.operand_names(i)) for i in range(len(op.operands))]
-        kept = set(op.kind.pattern.result_names)
-        alone = [n - kept - set().union(*(m for m in names if m is not n)) for n in names]
-        repeated = any(t.touched != t.numel for t in op.operands)  # which no matrix product reads as it is
+        result_axes = set(op.kind.pattern.result_names)
+        alone = [n - result_axes - set().union(*(m for m in names if m is not n)) for n in names]
+        repeated = any(t.touched != t.numel for t in op.operands)  # no matmul reads it without a copy
         return any(alone) or len(names) != 2 or repeated
 
     plain = {*KINDS, "kernel"} >= {op.kind.name for op in graph.walk()}  # a loop draws from all kinds
@@ -135,14 +135,14 @@ def exceptions(graph):
     odd = any(op.kind.operation in ("any", "all", "argmax", "argmin", "prod") for op in graph.walk()
               if op.kind.name == "reduce")  # fmt: skip
     mixed = len({t.dtype.name for body in graph.bodies() for t in body.tensors}) > 1
-    # torch hides keys with a tensor of bools beside the scores, whether or not a domain is left of them
+    # torch masks keys with a bool tensor next to the scores, even if the domain is simplified away
     masks = any(t.domain is not None for body in graph.bodies() for t in body.tensors)
     masks |= any(getattr(op.kind, "masked", None) is not None for op in graph.walk())
     drawn = any(op.kind.name == "kernel" and op.name.rpartition("/")[2].startswith("fused") for op in graph.walk())
     return not plain or windows or alone or odd or mixed or masks or drawn
 
 
-#: torch has a kernel for each, and each of them makes its result alone.
+#: Functions with a torch kernel each that allocates only its result.
 _FUNCTIONS = ["add", "sub", "mul", "maximum", "neg", "abs", "square", "exp", "log", "sqrt", "tanh", "relu", "sigmoid",
               "silu", "gelu", "gelu_tanh", "copy"]  # fmt: skip
 
@@ -155,13 +155,13 @@ def drawn_peaks(case):
     module = lower(graph, **point)
     measured, predicted = measured_and_predicted(module, graph, **point)
     assert measured >= predicted
-    # axes that lie so that no matrix product reads or writes them where they are: the copy stands in the code
+    # axis orders that matmuls cannot read or write in place: the code shows the copy
     assume("torch.reshape(" not in module.code and "copy_(" not in module.code)
     assert measured <= predicted + NUMBER, module.code
 
 
 def test_peak_of_drawn_graphs():
     plain = mock.patch.multiple("costgraph.testing.strategies", FLOATS=("fp32",), SMALL=("fp32",))
-    functions = mock.patch("costgraph.testing.strategies._PLAIN", _FUNCTIONS)
+    functions = mock.patch("costgraph.testing.strategies._GENERIC_FUNCTIONS", _FUNCTIONS)
     with plain, functions:
         drawn_peaks()

@@ -1,4 +1,4 @@
-"""Graphs of one rank on real processes that meet over gloo: two and four of them, beside the graph of all."""
+"""Per-rank graphs on two and four real gloo processes, against the graph of all ranks."""
 
 import json
 import os
@@ -25,60 +25,61 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def ran(folder, *arguments):
-    """What the ranks of a world and the graphs of one rank say."""
+def run_world(folder, *arguments):
+    """Return the results from the real ranks and the per-rank graphs."""
     paths = [str(Path(cg.__file__).parent.parent), str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    made = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(PROGRAM), str(folder), *arguments], env=environment, capture_output=True, text=True
     )
-    assert made.returncode == 0, made.stderr
+    assert process.returncode == 0, process.stderr
     read = [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("derived", *range(4))]
     return read[0], read[1:]
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    return ran(tmp_path_factory.mktemp("world"))
+    return run_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
 def large_world(tmp_path_factory):
-    return ran(tmp_path_factory.mktemp("large_world"), "long", "1000")
+    return run_world(tmp_path_factory.mktemp("large_world"), "long", "1000")
 
 
-def agree(derived, ranks, name, columns=3):
-    """Numbers on every rank are those of its part of the whole; it meets the others as often, about as many bytes."""
-    found = [rank[name] for rank in ranks if name in rank]
-    assert len(found) >= 2
-    assert all(rank["error"] < 1e-9 for rank in found), found
+def assert_ranks_agree(derived, ranks, name, columns=3):
+    """Assert that every rank has its shard of the unsharded values, with as many collectives and about as many
+    bytes."""
+    reports = [rank[name] for rank in ranks if name in rank]
+    assert len(reports) >= 2
+    assert all(rank["error"] < 1e-9 for rank in reports), reports
     expected = Counter()
     for *row, times in derived[name]:
         expected[tuple(row[:columns])] += times
-    for rank in found:
+    for rank in reports:
         assert Counter(tuple(row[:columns]) for row in rank["collectives"]) == expected
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_compute_their_parts_and_send_what_is_derived(name, world):
-    agree(*world, name)
+def test_ranks_match_their_shards_and_derived_collectives(name, world):
+    assert_ranks_agree(*world, name)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", MORE)
-def test_ranks_of_larger_steps_do_so_too(name, large_world):
-    agree(*large_world, name)
+def test_ranks_of_larger_steps_match_their_shards(name, large_world):
+    assert_ranks_agree(*large_world, name)
 
 
 @pytest.mark.long
-def test_ranks_of_drawn_graphs_do_so_too(large_world):
+def test_ranks_of_random_graphs_match_their_shards(large_world):
     names = [name for name in large_world[0] if name.startswith("drawn")]
     assert len(names) > 50
     for name in names:
-        agree(*large_world, name, columns=2)  # all formats are run in fp64, which has other bytes
+        assert_ranks_agree(*large_world, name, columns=2)  # all dtypes run in fp64, which has other sizes
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def sharded():
@@ -91,7 +92,7 @@ def sharded():
 
 @pytest.fixture
 def mesh():
-    """Make meshes of a world of four in which nobody else is."""
+    """Make meshes in a fake world with four ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -104,18 +105,21 @@ SIZES = {"B": 3, "D": 5, "F": 14}
 PLACE = "lower of graph 'mlp'"
 
 
-def test_a_graph_of_one_rank_wants_to_know_the_others():
+def test_rank_graph_needs_a_mesh():
     with pytest.raises(cg.GraphError) as refused:
         lower(sharded(), **SIZES)
-    assert str(refused.value) == f"{PLACE}: it is that of one rank of mesh(tp=2), expected mesh=, torch's DeviceMesh"
+    assert (
+        str(refused.value)
+        == f"{PLACE}: the graph is partitioned over mesh(tp=2), expected mesh= with torch's DeviceMesh"
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (lambda mesh: 2, "mesh has int, no names, expected a DeviceMesh or process groups by name with 'tp'"),
+        (lambda mesh: 2, "mesh has no axis names (int), expected a DeviceMesh or process groups by name with 'tp'"),
         (lambda mesh: mesh(4, names=None),
-         "mesh has DeviceMesh, no names, expected a DeviceMesh or process groups by name with 'tp'"),
+         "mesh has no axis names (DeviceMesh), expected a DeviceMesh or process groups by name with 'tp'"),
         (lambda mesh: mesh(2, 2, names=("dp", "cp")),
          "mesh has axes ['dp', 'cp'], expected a DeviceMesh or process groups by name with 'tp'"),
         (lambda mesh: mesh(4, names=("tp",)), "mesh has 4 ranks along 'tp', expected 2"),
@@ -128,41 +132,43 @@ def test_a_mesh_has_the_axes_and_degrees_of_the_graph(given, text, mesh):
     assert str(refused.value) == f"{PLACE}: {text}"
 
 
-def test_a_mesh_that_a_process_is_not_in_is_refused(mesh):
+def test_mesh_without_this_process_is_refused(mesh):
     mesh(4, names=("all",))
     apart = torch.distributed.device_mesh.DeviceMesh("cpu", torch.tensor([0, 1]), mesh_dim_names=("tp",))
     with pytest.raises(cg.GraphError, match="mesh has no process group along 'tp' for this process"):
         lower(sharded(), mesh=apart, **SIZES)
 
 
-def test_groups_may_be_given_by_the_names_of_their_axes(mesh):
+def test_process_groups_may_be_given_by_axis_name(mesh):
     groups = {"tp": mesh(2, 2, names=("dp", "tp"))["tp"].get_group()}
     module = lower(sharded(), mesh=groups, **SIZES)
-    # the last rank has the second part of the columns, and a fake world brings nothing
+    # the last rank has the second half of the columns, and fake collectives return nothing
     assert module.up.shape == (5, 7)
     assert module(torch.ones(3, 5)).shape == (3, 5)
 
 
-def test_a_send_to_nobody_is_refused(mesh):
+def test_send_without_destination_is_refused(mesh):
     with cg.Graph("sent") as g:
         g.output(apply(Collective(collective="send", ranks=poly(2), axis="tp"), [g.input("x", (4,))], "send")[0])
-    with pytest.raises(cg.UnsupportedError, match="lower 'send': send says not to whom, expected a collective of all"):
+    with pytest.raises(
+        cg.UnsupportedError, match="lower 'send': send has no destination rank, expected a collective over all"
+    ):
         lower(g, mesh=mesh(2, 2, names=("dp", "tp")))
 
 
-def test_random_indices_name_rows_of_all_ranks():
+def test_random_indices_cover_rows_of_all_ranks():
     case = CASES["lookups"]()
     columns = dict(zip([t.name for t in case.sharded.tensors if t.role == "input"],
                        random_inputs(case.sharded, **case.sizes), strict=True))["columns"]  # fmt: skip
     assert case.sizes["V"] / 2 <= columns.max() < case.sizes["V"]
 
 
-def test_a_graph_of_one_rank_is_looked_at_without_memory(mesh):
+def test_rank_graph_runs_on_the_meta_device(mesh):
     module = lower(sharded(), "meta", mesh=mesh(2, 2, names=("dp", "tp")), **SIZES)
     assert module(torch.empty(3, 5, device="meta")).shape == (3, 5)
 
 
-def test_an_axis_of_one_rank_needs_no_mesh():
+def test_mesh_axis_of_one_rank_needs_no_mesh():
     B, D = cg.dims("B D")
     with cg.Graph("alone") as g:
         g.output(cg.relu(g.input("x", (B, D))))

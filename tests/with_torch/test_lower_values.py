@@ -1,4 +1,4 @@
-"""What a lowered graph computes: the numbers of the NumPy interpreter, which reads the same graph otherwise."""
+"""Values of a lowered graph: the NumPy interpreter executes the same graph independently."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from lowered import both, defined, held  # noqa: E402  # it imports torch
 
 from costgraph import testing  # noqa: E402  # after torch is known to be there
-from costgraph.testing import SAMPLES  # noqa: E402
+from costgraph.testing import STRATEGIES  # noqa: E402
 
 torch.set_num_threads(1)
 quick = drawing(100 if is_plain() else 200)
@@ -20,14 +20,14 @@ def has(graph, *kinds):
 
 
 def truncates(graph):
-    """Whether a float becomes an integer, or bools are calculated with: the interpreter rounds nothing."""
+    """Whether a float becomes an integer, or bools enter arithmetic: the interpreter does not round."""
     return any(op.kind.name == "pointwise" and op.kind.function.result == "same" and t.dtype.kind != "float"
                and any(o.dtype.kind == "float" or t.dtype.kind == "bool" for o in op.operands)
                for op in graph.walk() for t in op.results)  # fmt: skip
 
 
 def opaque(graph, point):
-    """What the interpreter takes an opaque op for: zeros."""
+    """The interpreter's result of an opaque op: zeros."""
 
     def zeros(sizes):
         return lambda *operands: tuple(torch.zeros(n, dtype=torch.float64) for n in sizes)
@@ -40,14 +40,14 @@ def opaque(graph, point):
 
 
 def invents_places(graph):
-    """Whether a gradient of a maximum reads places that no pooling found: they may lie outside of its windows."""
+    """Whether the gradient of a max pooling reads synthetic indices, which may lie outside its windows."""
     unpooled = [op for op in graph.walk() if op.kind.name == "unpool" and len(op.operands) == 3]
     return any(op.operands[2].producer is None for op in unpooled)
 
 
 def agree(case):
     graph, point = case
-    assume(not has(graph, "foreign"))  # calls of a trace are drawn without meaning
+    assume(not has(graph, "foreign"))  # foreign calls are drawn without meaning
     assume(not invents_places(graph))
     made, run = both(graph, point, opaque(graph, point))
     assume(defined(run) and not has(graph, "dropout") and not truncates(graph))
@@ -56,8 +56,8 @@ def agree(case):
         np.testing.assert_allclose(a.numpy().astype(float)[where], b[where], rtol=1e-7, atol=1e-9)
 
 
-# a position of a maximum that lies outside of its window is none: `test_lower.py` has real ones
-@pytest.mark.parametrize("kind", sorted({k.name for k in SAMPLES} - {"unpool", "dropout", "empty", "foreign"}))
+# a max-pooling index outside its window is invalid: `test_lower.py` has real ones
+@pytest.mark.parametrize("kind", sorted({k.name for k in STRATEGIES} - {"unpool", "dropout", "empty", "foreign"}))
 def test_ops_of_each_kind_compute_what_the_interpreter_does(kind):
     quick(given(testing.ops(kind))(agree))()
 

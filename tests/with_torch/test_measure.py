@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def peak_of(call):
-    for _ in range(2):  # the steady state is the third run's
+    for _ in range(2):  # the third run is in the steady state
         call()
     return peak_bytes(call, CPU)
 
@@ -50,10 +50,10 @@ def error_of(kind, call, *args, **options):
 
 @pytest.mark.parametrize(
     ("B", "D", "F", "K"),
-    [(31, 7, 53, 11), (31, 7, 11, 53)],  # the second product is narrower than the first, and wider
+    [(31, 7, 53, 11), (31, 7, 11, 53)],  # the second result is narrower than the first, and wider
     ids=["at the relu", "at the second product"],
 )
-def test_a_chain_of_products_by_hand(B, D, F, K):
+def test_peak_of_a_matmul_chain_by_hand(B, D, F, K):
     x, w1, w2 = torch.rand(B, D), torch.rand(D, F), torch.rand(F, K)
 
     def chain():
@@ -66,7 +66,7 @@ def test_a_chain_of_products_by_hand(B, D, F, K):
     assert peak_of(chain) == (max(8 * B * F, 4 * B * F + 4 * B * K), 4 * B * K)
 
 
-def test_a_long_chain_in_several_formats():
+def test_peak_of_a_mixed_dtype_chain_by_hand():
     n = 1009
 
     def chain():
@@ -80,12 +80,12 @@ def test_a_long_chain_in_several_formats():
     assert peak_of(chain) == (28 * n, n)
 
 
-def test_a_number_becomes_a_tensor():
+def test_python_scalars_become_tensors():
     x = torch.ones(7)
-    assert peak_of(lambda: x.mul_(0.9)) == (12, 0)  # 8 B as Python has it, 4 B as x has it
+    assert peak_of(lambda: x.mul_(0.9)) == (12, 0)  # 8 B as a Python number, 4 B in the dtype of x
 
 
-def test_what_a_run_frees_of_the_last_one_counts_down():
+def test_frees_of_earlier_runs_lower_the_peak():
     n, kept = 997, [None]
 
     def freed_first():
@@ -99,16 +99,16 @@ def test_what_a_run_frees_of_the_last_one_counts_down():
     assert peak_of(freed_last) == (4 * n, 0)
 
 
-def test_what_a_run_leaves_is_counted_even_where_nothing_is_returned():
-    kept = []
-    assert peak_of(lambda: kept.append(torch.ones(13))) == (52, 52)
+def test_remaining_bytes_are_counted_without_a_return_value():
+    tensors = []
+    assert peak_of(lambda: tensors.append(torch.ones(13))) == (52, 52)
 
 
-def test_an_address_that_earlier_sessions_knew_does_not_count():
-    kept = [torch.ones(5000)]
-    peak_of(lambda: kept.append(torch.ones(5000)))  # the profiler keeps the addresses of these
-    kept.clear()
-    old = [torch.ones(3001) for _ in range(9)]  # perhaps at the same ones, not seen by the profiler
+def test_addresses_of_earlier_sessions_are_ignored():
+    tensors = [torch.ones(5000)]
+    peak_of(lambda: tensors.append(torch.ones(5000)))  # the profiler remembers their addresses
+    tensors.clear()
+    old = [torch.ones(3001) for _ in range(9)]  # they may get the same addresses, unseen by the profiler
 
     def frees():
         if old:
@@ -118,15 +118,15 @@ def test_an_address_that_earlier_sessions_knew_does_not_count():
     assert peak_bytes(frees, CPU) == (28, 28)
 
 
-def test_sums_in_order_of_time():
-    # baseline 100 at the mark; -100 of before it, +300, +50, -300; a free of an unknown address is nobody's
+def test_peak_follows_event_order():
+    # baseline 100 at the mark; -100 frees an earlier one, +300, +50, -300; frees of unknown addresses are ignored
     events = [(1, 100), None, (1, -100), (2, 300), (3, 50), (9, -4096), (2, -300)]
     assert _peak_of(events) == (250, -50)
     assert _peak_of([(1, 100), None]) == (0, 0)
-    assert _peak_of([(1, 10), (1, -10), (1, 30), None, (1, -30), (1, 7)]) == (0, -23)  # an address that is used again
+    assert _peak_of([(1, 10), (1, -10), (1, 30), None, (1, -30), (1, 7)]) == (0, -23)  # a reused address
 
 
-def test_cycles_are_freed_at_no_time_of_their_own():
+def test_garbage_collection_is_off_while_measuring():
     def cycle():
         a = [torch.ones(101)]
         a.append(a)
@@ -138,7 +138,7 @@ def test_cycles_are_freed_at_no_time_of_their_own():
 
 
 @pytest.mark.parametrize("momentum", [0, 0.9])
-def test_a_training_step_of_a_linear_layer_by_hand(momentum):
+def test_linear_training_step_by_hand(momentum):
     B, D, F = 13, 37, 29
     x, dy, w = torch.rand(B, D), torch.rand(B, F), nn.Parameter(torch.rand(D, F))
     optimizer = torch.optim.SGD([w], lr=1e-3, momentum=momentum, foreach=False)
@@ -150,13 +150,13 @@ def test_a_training_step_of_a_linear_layer_by_hand(momentum):
         optimizer.zero_grad()
 
     # y 4BF, held until the end; dw 4DF, which becomes the gradient; x needs none. The update is in place, and the
-    # momentum is there since the first step; multiplying it by a number takes that number's 12 B.
-    found = measure(training_step, budget=0)
-    assert (found.peak, found.left) == (4 * (B * F + D * F) + (12 if momentum else 0), 0)
-    assert found.flops == 2 * 2 * B * D * F  # forward and dw
+    # momentum exists since the first step; scaling it by a number takes the number's 12 B.
+    measurement = measure(training_step, budget=0)
+    assert (measurement.peak, measurement.left) == (4 * (B * F + D * F) + (12 if momentum else 0), 0)
+    assert measurement.flops == 2 * 2 * B * D * F  # forward and dw
 
 
-def test_a_gradient_from_the_last_step_belongs_to_the_baseline():
+def test_gradient_of_the_previous_step_is_in_the_baseline():
     B, D, F = 13, 37, 29
     x, dy, w = torch.rand(B, D), torch.rand(B, F), nn.Parameter(torch.rand(D, F))
 
@@ -164,7 +164,7 @@ def test_a_gradient_from_the_last_step_belongs_to_the_baseline():
         w.grad = None
         (x @ w).backward(dy)
 
-    # the old gradient goes before the first op: -4DF, then y 4BF and the new one 4DF; y is not freed before it
+    # the old gradient is freed before the first op: -4DF, then y 4BF and the new one 4DF; y stays alive
     assert peak_of(training_step) == (4 * B * F, 0)
 
 
@@ -176,18 +176,18 @@ def test_a_gradient_from_the_last_step_belongs_to_the_baseline():
         ("mlp", {"D": 31, "F": 53, "L": 2, "C": 11}),
     ],
 )
-def test_whole_steps_beside_torchs_own_trackers(name, sizes, implementation):
+def test_training_steps_match_torchs_trackers(name, sizes, implementation):
     B, S = 3, 41
     parts = setting(name, sizes, B, S, "fp32", implementation)
-    found = measure(step, *parts, budget=0, least=1, flops=False)
+    measurement = measure(step, *parts, budget=0, least=1, flops=False)
     module, optimizer, *batch = parts
     state = [t for s in optimizer.state.values() for t in s.values()]
     held = {t.untyped_storage() for t in [*module.parameters(), *module.buffers(), *state, *batch]}
     baseline = sum({s.data_ptr(): s.nbytes() for s in held}.values())
-    assert found.left == 0
-    # numbers that come and go, such as the seed of the backward pass, are not in MemTracker's order of events
-    assert abs(found.peak + baseline - tracked_peak(name, sizes, B, S, implementation=implementation)) <= 64
-    assert found.peak == measured_peak(name, sizes, B, S, implementation)
+    assert measurement.left == 0
+    # temporary scalars, such as the seed of the backward pass, are ordered differently in MemTracker
+    assert abs(measurement.peak + baseline - tracked_peak(name, sizes, B, S, implementation=implementation)) <= 64
+    assert measurement.peak == measured_peak(name, sizes, B, S, implementation)
 
 
 # -- FLOPs ---------------------------------------------------------------------------------------------------------
@@ -204,23 +204,23 @@ def test_flops_by_index_points():
         assert measure(call, budget=0, least=1, peak=False).flops == flops
 
 
-def test_what_is_not_asked_for_is_none():
-    found = measure(torch.ones, 3, budget=0, flops=False, peak=False)
-    assert (found.flops, found.peak, found.left) == (None, None, None)
-    assert "matmul" not in str(found)
-    assert "peak" not in str(found)
+def test_unrequested_quantities_are_none():
+    measurement = measure(torch.ones, 3, budget=0, flops=False, peak=False)
+    assert (measurement.flops, measurement.peak, measurement.left) == (None, None, None)
+    assert "matmul" not in str(measurement)
+    assert "peak" not in str(measurement)
 
 
 # -- time ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_sleep_takes_its_time():
-    found = timed(lambda: time.sleep(0.01), CPU, least=3, budget=0)
-    assert found.runs == 3
-    assert 0.01 <= found.min <= found.lower <= found.median <= found.upper <= found.max < 5
+    times = timed(lambda: time.sleep(0.01), CPU, least=3, budget=0)
+    assert times.runs == 3
+    assert 0.01 <= times.min <= times.lower <= times.median <= times.upper <= times.max < 5
 
 
-def test_runs_end_with_the_budget_or_the_most():
+def test_timing_stops_at_the_budget_or_run_limit():
     assert timed(lambda: None, CPU, least=2, most=9, budget=60).runs == 9
     assert timed(lambda: time.sleep(0.02), CPU, least=2, most=10**6, budget=0.1).runs <= 6
 
@@ -251,24 +251,24 @@ def test_numbers_of_runs_that_are_none(options, text):
     assert error_of(BindingError, measure, torch.ones, 3, **options) == text
 
 
-# -- where ---------------------------------------------------------------------------------------------------------
+# -- environment -------------------------------------------------------------------------------------------------------
 
 
-def test_the_record_says_where_it_is_from():
-    found = measure(torch.ones, 3, budget=0, command="by hand")
-    record = json.loads(json.dumps(found.record()))
+def test_measurement_record_states_its_environment():
+    measurement = measure(torch.ones, 3, budget=0, command="by hand")
+    record = json.loads(json.dumps(measurement.record()))
     assert record["seconds"]["runs"] == 5
-    assert record["seconds"]["noisy"] is found.time.noisy
+    assert record["seconds"]["noisy"] is measurement.time.noisy
     assert (record["flops"], record["peak_bytes"], record["left_bytes"]) == (0, 12, 12)
     where = record["environment"]
     assert (where["device"], where["torch"], where["command"]) == ("cpu", torch.__version__, "by hand")
     assert where["threads"] == torch.get_num_threads()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", where["date"])
-    assert where["name"] in str(found)
-    assert "12 B above the baseline, 12 B left" in str(found)
+    assert where["name"] in str(measurement)
+    assert "12 B above the baseline, 12 B left" in str(measurement)
 
 
-def test_the_command_is_that_of_the_process(monkeypatch):
+def test_recorded_command_is_the_process_command(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somebody/bin/costgraph", "calibrate", "--out", "a b.toml"])
     assert environment()["command"] == "costgraph calibrate --out 'a b.toml'"
 
@@ -276,30 +276,30 @@ def test_the_command_is_that_of_the_process(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "text"),
     [
-        ("meta", "device 'meta': no way to measure it, expected cpu or cuda"),
+        ("meta", "device 'meta': cannot be measured, expected cpu or cuda"),
         (3.5, "device '3.5': .*; expected cpu or cuda"),
         ("gpu", "device 'gpu': .*; expected cpu or cuda"),
         ("cuda:99", r"device 'cuda:99': torch sees \d+ CUDA devices, expected one of them"),
     ],
 )
-def test_devices_that_cannot_be_measured(device, text):
+def test_unmeasurable_devices_are_refused(device, text):
     for ask in (lambda: environment(device), lambda: measure(torch.ones, 3, device=device)):
         assert re.fullmatch(text, error_of(UnsupportedError, ask))
 
 
-def test_ops_elsewhere_are_no_measurement():
+def test_ops_on_other_devices_are_refused():
     x = torch.ones(3, device="meta")
-    found = error_of(UnsupportedError, measure, torch.relu, x)
-    assert found == "device 'meta': no way to measure it, expected cpu or cuda"
+    message = error_of(UnsupportedError, measure, torch.relu, x)
+    assert message == "device 'meta': no way to measure it, expected cpu or cuda"
     assert error_of(UnsupportedError, measure, torch.relu, x, device="cpu") == (
-        "measure: ops ran on meta, expected cpu alone"
+        "measure: ops ran on meta, expected only cpu"
     )
     with FakeTensorMode():
         fake = torch.ones(3)
     assert "ran on fake tensors, expected tensors with data" in error_of(UnsupportedError, measure, fake.relu)
 
 
-def test_errors_of_the_call_are_its_own():
+def test_errors_of_the_call_are_propagated():
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         measure(torch.mm, torch.ones(2, 3), torch.ones(2, 3))
     assert gc.isenabled()
@@ -309,7 +309,7 @@ def test_errors_of_the_call_are_its_own():
 
 
 @pytest.mark.parametrize("rich", [True, False])
-def test_progress_is_shown_when_asked(capsys, monkeypatch, rich):
+def test_progress_is_shown_on_request(capsys, monkeypatch, rich):
     if rich:
         pytest.importorskip("rich")
     else:
@@ -329,7 +329,7 @@ def test_progress_is_shown_when_asked(capsys, monkeypatch, rich):
 # -- the page ------------------------------------------------------------------------------------------------------
 
 
-def test_the_examples_of_the_page():
+def test_documented_examples_run():
     page = Path(__file__).resolve().parents[2] / "docs" / "howto" / "measure.md"
     assert doctest.testfile(str(page), module_relative=False).failed == 0
 
@@ -349,11 +349,11 @@ def test_cuda_by_hand():
         del h
         return r @ b
 
-    found = measure(chain)
-    # h and r, then r and y: two of 4nn, one of which is returned; all are whole blocks of 512 B
-    assert (found.peak, found.left) == (8 * n * n, 4 * n * n)
-    assert found.flops == 4 * n**3
-    # 500 TFLOP/s is far above what plain fp32 products reach anywhere: without waiting for the device it would be less
-    assert found.time.min > 4 * n**3 / 500e12
-    assert found.environment["device"] == "cuda"
+    measurement = measure(chain)
+    # h and r, then r and y: two tensors with 4nn bytes, one returned; all are whole 512 B blocks
+    assert (measurement.peak, measurement.left) == (8 * n * n, 4 * n * n)
+    assert measurement.flops == 4 * n**3
+    # 500 TFLOP/s is beyond any plain fp32 matmul: without synchronization the time would be shorter
+    assert measurement.time.min > 4 * n**3 / 500e12
+    assert measurement.environment["device"] == "cuda"
     assert error_of(UnsupportedError, measure, chain, device="cpu") == "measure: ops ran on cuda:0, expected cpu alone"

@@ -1,4 +1,4 @@
-"""Traced models of transformers on a mesh: the same numbers on all ranks, and work that is divided."""
+"""Traced transformers models on a mesh: all ranks reproduce the values, and the work is divided."""
 
 import pytest
 
@@ -26,10 +26,10 @@ HEADS = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}
 
 
 def traced(name, layers):
-    """A tiny model of a class of transformers, in fp64, as torch runs it."""
-    own = {} if name == "GPT2" else SIZES
+    """Return a tiny model of a transformers class in fp64, with torch's results."""
+    sizes = {} if name == "GPT2" else SIZES
     count = {"n_layer" if name == "GPT2" else "num_hidden_layers": layers}
-    config = getattr(transformers, f"{name}Config")(**{**own, **MODELS[name]}, **count, use_cache=False)
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **MODELS[name]}, **count, use_cache=False)
     model = getattr(transformers, HEADS.get(name, f"{name}ForCausalLM"))(config).double().eval()
     return trace(model, torch.zeros(2, 4, dtype=torch.long), dims=[("B", "S")])
 
@@ -38,23 +38,24 @@ def long(name):
     return pytest.param(name, marks=pytest.mark.long)
 
 
-#: What every rank does whole: the router, attention whose weight is no equal parts, the layer before the head.
+#: Replicated layers: the router, attention with unequal parts of a fused weight, the layer before the head.
 WHOLE = {"Mixtral", "Phi3", "Bert"}
 
 
 @pytest.mark.parametrize("name", ["Llama", *(long(n) for n in MODELS if n != "Llama")])
-def test_a_step_of_a_trace_leaves_the_same_numbers_on_data_and_tensor_parallel_ranks(name):
+def test_traced_step_on_dp_and_tp_ranks_keeps_its_values(name):
     step = cg.training_step(traced(name, 1), loss="cross_entropy", optimizer=cg.SGD())
     for zero in (0, 3):
-        rank = cg.parallelize(step, dp=2, tp=2, zero=zero, strict=name != "Mixtral")  # which sorts rows of all ranks
+        # Mixtral sorts rows across ranks
+        rank = cg.parallelize(step, dp=2, tp=2, zero=zero, strict=name != "Mixtral")
         testing.check_sharded(step, rank, B=2, S=2)
         each, whole = (cg.matmul_flops(g, B=2, S=4) for g in (rank, step))
         assert whole <= 4 * each < (2 * whole if name in WHOLE else whole + 1)
         assert cg.param_count(rank) * (2 if zero else 1) < 0.7 * cg.param_count(step)
 
 
-def test_attention_of_a_decoder_beside_an_encoder_is_split():
-    """T5's own and cross attention lie in modules of other names, and its biases of positions are one for each head."""
+def test_encoder_decoder_attention_is_split():
+    """T5's self- and cross-attention have separate module names, and its position biases one entry per head."""
     fields = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 8, "d_kv": 4,
               "num_heads": 2, "d_ff": 8, "num_layers": 1, "num_decoder_layers": 1, "vocab_size": 8,
               "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
@@ -78,20 +79,20 @@ SPLIT = [{"dp": 2, "zero": 3, "sequence": True}, {"cp": 2}]
         *(pytest.param(name, options, marks=pytest.mark.long) for name in ("GPT2", "Phi3") for options in SPLIT),
     ],
 )
-def test_layers_of_a_trace_that_are_folded_split_the_sequence_as_well(name, options):
+def test_folded_traces_support_sequence_parallelism(name, options):
     step = cg.training_step(cg.fold(traced(name, 4)), loss="cross_entropy", optimizer=cg.SGD())
     rank = cg.parallelize(step, tp=2, strict=True, **options)
     testing.check_sharded(step, rank, B=2, S=2, L=3)
 
 
-def test_a_split_sequence_needs_layers_in_a_loop():
+def test_sequence_parallelism_needs_a_loop_of_layers():
     with pytest.raises(
-        cg.GraphError, match="no loop of graph 'LlamaForCausalLM' hands on what sequence=True splits, exp"
+        cg.GraphError, match="no loop of graph 'LlamaForCausalLM' carries a tensor that sequence=True can shard; exp"
     ):
         cg.parallelize(traced("Llama", 2), tp=2, sequence=True)
 
 
-def test_a_router_that_is_called_as_a_gate_of_width_is_whole():
+def test_router_named_gate_is_replicated():
     rank = cg.parallelize(traced("Mixtral", 2), tp=2)
     places = rank.sharding.places
     assert not places["model/layers/0/mlp/gate/weight"].axes
@@ -99,8 +100,8 @@ def test_a_router_that_is_called_as_a_gate_of_width_is_whole():
 
 
 @pytest.mark.parametrize("made", ["empty", "ones", "view"])
-def test_what_is_made_to_be_written_into_lies_as_what_is_written(made):
-    """Each rank has its own sequences of a tensor that is written part by part, as the keys of DeepSeek-V2 are."""
+def test_empty_tensors_inherit_the_placement_of_their_slices(made):
+    """Each rank has its own sequences in a tensor written slice by slice, such as DeepSeek-V2's keys."""
 
     class Joined(torch.nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""A tensor or a module of torch where a graph's is expected: the error says which it is, and what to do with it."""
+"""Passing a torch tensor or module in place of a graph's gives an error with the type and the remedy."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ HINT = "(costgraph.torch.trace makes a graph of a module, Graph.input a tensor)"
         (lambda g, x: cg.report(MODULE), "torch.nn.modules.linear.Linear"),
     ],
 )
-def test_a_tensor_of_torch_is_called_one(call, kind):
+def test_torch_tensors_are_named_in_errors(call, kind):
     with cg.Graph("g") as g:
         x = g.input("x", (B, 3))
         with pytest.raises(cg.CostGraphError) as caught:

@@ -1,4 +1,4 @@
-"""Activations on the host, beside what torch's autograd packs: bytes that `save_on_cpu` copies of activations."""
+"""Activations offloaded to the host: the bytes that `save_on_cpu` copies, against torch's saved-tensor hooks."""
 
 import torch
 from torch import nn
@@ -19,14 +19,14 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def test_what_torch_packs_of_activations_goes_over_the_link():
+def test_offloaded_bytes_equal_torchs_packed_activations():
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(6, 6), Block(), Block()), torch.randn(10, 6)
     packed = {}
     there = {x.untyped_storage().data_ptr(), *(p.untyped_storage().data_ptr() for p in module.parameters())}
 
     def pack(t):
-        if t.untyped_storage().data_ptr() not in there:  # save_on_cpu copies these too
+        if t.untyped_storage().data_ptr() not in there:  # save_on_cpu copies parameters as well
             packed[t.untyped_storage().data_ptr(), t.shape] = t
         return t
 

@@ -1,4 +1,4 @@
-"""Attention with sinks beside torch: joined to the scores, in the softmax, and cut off again."""
+"""Attention with sinks against torch: concatenated to the scores, included in the softmax, and dropped."""
 
 import pytest
 import torch
@@ -31,14 +31,14 @@ def joined(q, k, v, sinks):
 
 
 @pytest.mark.parametrize("kernel", ["flash", "eager"])
-def test_values_and_gradients_are_those_of_torch(kernel):
+def test_attention_sink_values_and_gradients_equal_torchs(kernel):
     torch.manual_seed(0)
     given = [torch.randn(2, 6, 5, 4), torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5, 4), torch.randn(6)]
     module = lower(graph(kernel), **DIMS)
     module.state_dict()["sinks"].copy_(given[3])
-    made = module(*(t.clone() for t in given[:3]))
+    outputs = module(*(t.clone() for t in given[:3]))
     leaves = [t.clone().requires_grad_() for t in given]
     expected = joined(*leaves)
     expected.backward()
-    for mine, theirs in zip(made, [expected.detach(), *(t.grad for t in leaves)], strict=True):
+    for mine, theirs in zip(outputs, [expected.detach(), *(t.grad for t in leaves)], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Action lists of pipeline schedules beside those of torch.distributed.pipelining, which runs no model to make them."""
+"""Pipeline schedules against the action lists of torch.distributed.pipelining, generated without running a model."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ TORCHS = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-#: Parts of a model on each rank, by schedule, and micro-batches in units of the ranks.
+#: Stages per rank by schedule, and micro-batches as multiples of the ranks.
 PARTS = {"interleaved": (2, 3), "interleaved-zb": (2, 3), "zbv": (2,), "dualpipev": (2,)}
 UNITS = {2: (1, 2, 5), 4: (2,), 8: (2,)}
 KINDS = {
@@ -24,7 +24,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def of_torch(name, p, v, m, **options):
+def torch_schedule(name, p, v, m, **options):
     ranks = []
     for actions in get_schedule_ops(TORCHS[name], p, m, None if v == 1 else v, **options):
         made, count = [], 0
@@ -32,16 +32,16 @@ def of_torch(name, p, v, m, **options):
             for a in (action and action.sub_actions) or [action]:
                 kind = a and KINDS.get(a.computation_type.name)
                 if kind is None:
-                    continue  # a gap, or what is done with parameters
+                    continue  # a bubble, or a parameter action
                 number = a.microbatch_index
-                if (name, kind) == ("1f1b", "F"):  # the dump counts those of the last rank from 1
+                if (name, kind) == ("1f1b", "F"):  # the dump numbers forward actions on the last rank from 1
                     number, count = count, count + 1
                 made.append((kind, a.stage_index, number))
         ranks.append(made)
     return ranks
 
 
-def most_held(actions, ends):
+def max_in_flight(actions, ends):
     held = most = 0
     for kind, *_ in actions:
         held += (kind == "F") - (kind in ends)
@@ -50,16 +50,16 @@ def most_held(actions, ends):
 
 
 @pytest.mark.parametrize("name", ["interleaved", "interleaved-zb", "zbv", "dualpipev"])
-def test_sends_and_receives_are_those_of_torch(name):
+def test_schedule_sends_and_receives_equal_torchs(name):
     p, v, m = 4, 2, 12
     ours = cg.plan.schedule(name, p, m, v, sends=True)
-    for rank, (mine, theirs) in enumerate(zip(ours, of_torch(name, p, v, m, with_comms=True), strict=True)):
+    for rank, (mine, theirs) in enumerate(zip(ours, torch_schedule(name, p, v, m, with_comms=True), strict=True)):
         assert Counter(a[:3] for a in mine) == Counter(theirs)
         assert cg.plan.sends(name, p, m, v, rank) == sum(kind.startswith("send") for kind, *_ in theirs)
 
 
 def makespan(ranks, times):
-    """When the last rank of lists is done, round by round; what is sent takes no time."""
+    """Return the end time of the last rank, round by round, with free communication."""
     last = max(stage for actions in ranks for _, stage, _ in actions)
     done, at, now = {}, [0] * len(ranks), [0] * len(ranks)
     while any(k < len(actions) for k, actions in zip(at, ranks, strict=True)):
@@ -79,21 +79,21 @@ def makespan(ranks, times):
 
 
 def cases(name, p):
-    """Parts on each rank and numbers of micro-batches; what goes both ways takes two for each rank at the least."""
+    """Yield the stages per rank and numbers of micro-batches; bidirectional schedules need at least two per rank."""
     least = 2 if name in ("zbv", "dualpipev") else 1
     return [(v, max(k, least) * p) for v in PARTS.get(name, (1,)) for k in UNITS[p]]
 
 
 @pytest.mark.parametrize("p", [2, 4, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", TORCHS)
-def test_lists_and_idle_shares_are_those_of_torch(name, p):
+def test_schedules_and_bubbles_equal_torchs(name, p):
     for case in cases(name, p):
         v, m = case
-        theirs, ours = of_torch(name, p, v, m), cg.plan.schedule(name, p, m, v)
+        theirs, ours = torch_schedule(name, p, v, m), cg.plan.schedule(name, p, m, v)
         assert [[a[:3] for a in actions] for actions in ours] == theirs, case
         for rank, actions in enumerate(theirs):
             for until, ends in (("input", "BI"), ("weights", "BW")):
-                assert cg.plan.in_flight(name, p, m, v, rank, until) == most_held(actions, ends), case
+                assert cg.plan.in_flight(name, p, m, v, rank, until) == max_in_flight(actions, ends), case
         for times in ((1, 1, 1), (7, 5, 3), (2, 3, 13)):
             took, busy = makespan(theirs, dict(zip("FIW", times, strict=True))), m * v * sum(times)
             named = dict(zip(("forward", "backward_input", "backward_weight"), times, strict=True))

@@ -1,4 +1,4 @@
-"""Ops of torchvision have rules under the schemas that it registers, without the package."""
+"""Rules of torchvision ops under the schemas that it registers, without the package."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 import costgraph as cg
 from costgraph.torch import trace
 
-#: Schemas of torchvision 0.2x, and the shape of each result.
+#: Schemas in torchvision 0.2x, and each result's shape.
 SIZES = "SymInt stride_h, SymInt stride_w, SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w"
 TENSORS = "Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias"
 CONV = f"{TENSORS}, {SIZES}, SymInt groups, SymInt offset_groups"
@@ -20,8 +20,8 @@ def bins(input, rois, scale, height, width, *_):
 
 
 def parts_of_bins(input, rois, scale, height, width, *_):
-    made = input.new_empty(rois.shape[0], input.shape[1] // (height * width), height, width)
-    return made, made.new_empty(made.shape, dtype=torch.int32)
+    result = input.new_empty(rois.shape[0], input.shape[1] // (height * width), height, width)
+    return result, result.new_empty(result.shape, dtype=torch.int32)
 
 
 def of_map(grad, *args):
@@ -57,7 +57,7 @@ def registered():
     library = torch.library.Library("torchvision", "FRAGMENT")
     for schema, fake in OPS.items():
         name = schema.partition("(")[0]
-        if not torch._C._dispatch_has_kernel(f"torchvision::{name}"):  # unless torchvision itself is there
+        if not torch._C._dispatch_has_kernel(f"torchvision::{name}"):  # unless torchvision is installed
             library.define(schema)
             torch.library.register_fake(f"torchvision::{name}", fake, lib=library)
     yield
@@ -65,7 +65,7 @@ def registered():
 
 
 class Call(nn.Module):
-    """An op, its tensors, and the arguments behind them."""
+    """An op, its tensors, and its further arguments."""
 
     def __init__(self, name, *rest):
         super().__init__()
@@ -82,7 +82,7 @@ OFFSET, MASK = torch.zeros(4, 2 * 3 * 9, 6, 10), torch.zeros(4, 3 * 9, 6, 10)
 FEATURES, ROIS = torch.zeros(2, 36, 14, 16), torch.zeros(50, 5)
 
 
-def test_a_deformable_convolution_has_the_product_of_a_convolution():
+def test_deformable_convolution_has_convolution_matmuls():
     axes = [("B", None, "H", "W"), None, ("B", None, None, None), ("B", None, None, None), None]
     tensors = (IMAGES, WEIGHT, OFFSET, MASK, BIAS)
     g = trace(Call("deform_conv2d", *GEOMETRY, 2, 3, True), *tensors, dims=axes)
@@ -94,7 +94,7 @@ def test_a_deformable_convolution_has_the_product_of_a_convolution():
     assert cg.matmul_flops(back) == 2 * cg.matmul_flops(plain)
 
 
-def test_columns_of_a_deformable_convolution_are_of_32_images_at_the_most():
+def test_deformable_convolution_columns_hold_at_most_32_images():
     def workspace(batch):
         tensors = [torch.zeros(batch, *t.shape[1:]) for t in (IMAGES, OFFSET, MASK)]
         images, offset, mask = tensors
@@ -115,7 +115,7 @@ def test_columns_of_a_deformable_convolution_are_of_32_images_at_the_most():
         ("ps_roi_pool", (0.5, 2, 2), 50 * 9 * 14 * 16),
     ],
 )
-def test_regions_of_interest(name, rest, pointwise):
+def test_roi_op_costs(name, rest, pointwise):
     R = cg.dims("R")
     g = trace(Call(name, *rest), FEATURES, ROIS, dims=[None, ("R", None)])
     assert cg.matmul_flops(g) == 0
@@ -131,12 +131,12 @@ def test_regions_of_interest(name, rest, pointwise):
         ("_ps_roi_pool_backward", 3, (0.5, 7, 7, 2, 36, 14, 16), 50 * 36 * (14 * 16 + 49)),
     ],
 )
-def test_gradients_of_regions(name, tensors, rest, flops):
+def test_roi_gradient_costs(name, tensors, rest, flops):
     grad = torch.zeros(50, 36, 7, 7)
     g = trace(Call(name, *rest), *(grad, ROIS, torch.zeros(50, 36, 7, 7, dtype=torch.int32))[:tensors])
     assert cg.flops(g) == flops
 
 
-def test_suppression_compares_each_pair_of_boxes():
+def test_nms_compares_each_pair_of_boxes():
     g = trace(Call("nms", 0.5), torch.zeros(20, 4), torch.zeros(20), unknown="symbol")
     assert cg.flops(g) == 20 * 3 + 20 * 19 // 2 * 13

@@ -1,4 +1,4 @@
-"""Traces of small modules whose costs are worked out by hand."""
+"""Traces of small modules with costs derived by hand."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from costgraph.torch import lower, trace
 
 
 class Net(nn.Module):
-    """Linear, ReLU, linear; a loss where targets are given."""
+    """Linear, ReLU, linear; returns a loss if targets are given."""
 
     def __init__(self):
         super().__init__()
@@ -29,17 +29,17 @@ def step(**more):
     return trace(Net(), *inputs(), dims=[("B", None), ("B",)], train=True, optimizer=adamw, **more)
 
 
-def test_the_costs_of_a_perceptron_follow_from_its_sizes():
+def test_perceptron_costs_by_hand():
     g = trace(Net(), torch.zeros(2, 5), dims=[("B", None)])
     B = cg.dims("B")
     assert cg.matmul_flops(g) == 2 * B * 5 * 7 + 2 * B * 7 * 3  # multiply + add per index point
     assert cg.flops(g) == cg.matmul_flops(g) + 7 * B + 3 * B + 7 * B  # biases, and max(x, 0)
     assert cg.param_count(g) == 5 * 7 + 7 + 7 * 3 + 3
-    # while relu runs: parameters, the input, what it reads and what it makes, in fp32
+    # during relu: parameters, the model input, its operand and its result, in fp32
     assert cg.peak_memory(g) == 4 * (66 + 5 * B + 7 * B + 7 * B)
 
 
-def test_roles_and_names_are_those_of_the_module():
+def test_tensor_roles_and_names_follow_the_module():
     net = Net()
     net.register_buffer("scale", torch.ones(3))
     net.forward = lambda x: net.down(net.up(x)) * net.scale
@@ -59,7 +59,7 @@ def test_phases_and_scopes_of_a_step():
         for op in g.ops
         if op.call is not None and op.call.target in ("mm.default", "addmm.default")
     ]
-    # dX of the first layer is not made: nothing asks for the gradient of the input
+    # no dX of the first layer: the input needs no gradient
     assert matmuls == [("forward", "up"), ("forward", "down"), *[("backward", "down")] * 2, ("backward", "up")]
     updates = {op.scope for op in g.ops if op.phase == "optimizer"}
     assert updates == {""}
@@ -68,16 +68,16 @@ def test_phases_and_scopes_of_a_step():
     assert state[:3] == [f"optimizer/down/bias/{k}" for k in ("exp_avg", "exp_avg_sq", "step")]
 
 
-def test_a_step_costs_what_a_real_one_costs():
+def test_traced_step_costs_equal_a_real_step():
     g = step()
     for rows in (2, 5, 131):
         net, data = Net(), inputs(rows)
         peak, flops = differences(g, net, data, adamw(net.parameters()), B=rows)
-        assert abs(peak) <= 64  # scalars of the loss and of the optimizer
+        assert abs(peak) <= 64  # loss and optimizer scalars
         assert flops == 0
 
 
-def test_the_module_is_as_it_was():
+def test_trace_leaves_the_module_unchanged():
     net, data = Net(), inputs()
     before = {k: v.clone() for k, v in net.state_dict().items()}
     state = {id(m): dict(m.__dict__) for m in net.modules()}
@@ -95,7 +95,7 @@ def test_parameters_need_no_memory():
     assert cg.matmul_flops(g, B=3) == 2 * 3 * 2**40
 
 
-def test_keys_of_modules_and_parameters_may_be_any_text(tmp_path):
+def test_module_and_parameter_keys_may_be_any_text(tmp_path):
     class Keyed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -117,7 +117,7 @@ def test_keys_of_modules_and_parameters_may_be_any_text(tmp_path):
     assert cg.flops(cg.load(tmp_path / "keyed.json")) == cg.flops(g)
 
 
-def test_tied_parameters_are_one():
+def test_tied_parameters_are_one_tensor():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -139,14 +139,14 @@ class InPlace(nn.Module):
         return y[:, ::2].relu_()
 
 
-def test_views_and_ops_in_place_have_no_storage_of_their_own():
+def test_views_and_in_place_ops_share_storage():
     g = trace(InPlace(), torch.zeros(3, 5), dims=[("N", None)])
     N = cg.dims("N")
     assert cg.peak_memory(g) == 4 * (5 * N + N * N)
     assert len({t.storage for t in g.tensors}) == 2
 
 
-def test_a_variable_keeps_its_tensor():
+def test_python_variables_keep_tensors_alive():
     class Held(nn.Module):
         def __init__(self, forget):
             super().__init__()
@@ -161,22 +161,22 @@ def test_a_variable_keeps_its_tensor():
 
     B = cg.dims("B")
     peaks = [cg.peak_memory(trace(Held(forget), torch.zeros(5), dims=[("B",)])) for forget in (True, False)]
-    # x, second, exp; and first, which nothing reads any more but whose name is still there
+    # x, second, exp; and first, which is unused but still referenced by its name
     assert peaks == [4 * 3 * B, 4 * 4 * B]
 
 
-def test_one_name_is_one_size_and_two_names_that_meet_are_equal():
+def test_equal_names_are_equal_sizes():
     class Add(nn.Module):
         def forward(self, x, y):
             return x + y
 
     g = trace(Add(), torch.zeros(7), torch.zeros(7), dims=[("N",), ("N",)])
     assert cg.flops(g) == cg.dims("N")
-    with pytest.raises(cg.ShapeError, match="N is 7 and, in y, 5; expected one size for one name"):
+    with pytest.raises(cg.ShapeError, match="N is 7, but 5 in y; equal names must denote equal sizes"):
         trace(Add(), torch.zeros(7), torch.zeros(5), dims=[("N",), ("N",)])
 
 
-def test_what_was_asked_of_sizes_is_an_assumption():
+def test_size_guards_become_assumptions():
     class Asks(nn.Module):
         def forward(self, x):
             return x.relu() if x.shape[0] <= 100 else x.exp().exp()
@@ -188,7 +188,7 @@ def test_what_was_asked_of_sizes_is_an_assumption():
         cg.flops(g, N=101)
 
 
-def test_sizes_of_one_are_no_special_case():
+def test_example_sizes_of_one_are_not_specialized():
     g = trace(Net(), torch.zeros(1, 5), dims=[("B", None)])
     assert g.relations.relations == ()
     assert cg.matmul_flops(g, B=1) == 2 * 5 * 7 + 2 * 7 * 3
@@ -199,12 +199,12 @@ def test_sizes_that_are_quotients():
     g = trace(net, torch.zeros(2, 5, 17), dims=[("B", None, "S")])
     for size in (16, 17, 18, 31):
         outputs = (size - 3) // 2 + 1
-        # 2 for each point of the output, each place of the window and each input channel
+        # 2 for each output position, window position and input channel
         assert cg.matmul_flops(g, B=3, S=size) == 2 * 3 * 7 * outputs * 3 * 5
         assert lower(g, B=3, S=size)(torch.zeros(3, 5, size)).shape == (3, 7, outputs)
 
 
-def test_keywords_and_arguments_that_are_no_tensors():
+def test_keyword_and_non_tensor_arguments():
     class Scaled(nn.Module):
         def forward(self, x, factor=1.0, *, shift=None, flip=False):
             out = x * factor if shift is None else x * factor + shift
@@ -221,7 +221,7 @@ def test_keywords_and_arguments_that_are_no_tensors():
     assert cg.flops(named) == 2 * B * D
 
 
-def test_a_graph_comes_back_from_a_file(tmp_path):
+def test_traced_step_survives_save_and_load(tmp_path):
     g = step()
     cg.save(g, tmp_path / "step.json")
     again = cg.load(tmp_path / "step.json")
@@ -238,7 +238,7 @@ def test_a_trace_runs_again():
     assert torch.equal(module(x), net(x))
 
 
-def test_a_parameter_that_lies_otherwise_in_memory_runs_again():
+def test_strided_parameter_runs_in_the_lowered_trace():
     net = nn.Linear(5, 7, bias=False)
     net.weight = nn.Parameter(torch.randn(5, 7).T)
     g = trace(net, torch.zeros(2, 5), dims=[("B", None)])
@@ -248,7 +248,7 @@ def test_a_parameter_that_lies_otherwise_in_memory_runs_again():
     torch.testing.assert_close(module(x), net(x))
 
 
-def test_dropout_is_what_the_mode_says():
+def test_dropout_follows_the_training_mode():
     net = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5))
     names = []
     for training in (True, False):
@@ -257,7 +257,7 @@ def test_dropout_is_what_the_mode_says():
     assert names[0] > names[1] == {"t", "addmm"}
 
 
-def test_recomputation_has_a_phase_of_its_own():
+def test_recomputation_has_its_own_phase():
     class Again(Net):
         def forward(self, x, y):
             hidden = torch.utils.checkpoint.checkpoint(lambda x: torch.relu(self.up(x)), x, use_reentrant=False)
@@ -268,7 +268,7 @@ def test_recomputation_has_a_phase_of_its_own():
     assert "addmm.default" in again
 
 
-def test_an_empty_tensor_takes_part_in_nothing():
+def test_empty_tensors_cost_nothing():
     class Cache(nn.Module):
         def forward(self, x):
             return torch.cat([torch.empty(0, 5), x])
@@ -277,7 +277,7 @@ def test_an_empty_tensor_takes_part_in_nothing():
     assert cg.peak_memory(g) == 2 * 4 * 5 * cg.dims("B")
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 class Numbers(nn.Module):
@@ -307,31 +307,31 @@ X = torch.zeros(3, 5)
     ("make", "error", "text"),
     [
         (lambda: trace(Numbers(), X, dims=[("B", None)]), cg.UnsupportedError,
-         r"test_trace\.py:\d+, in forward, .*len\(\[0\] \* x\.shape\[0\]\)': turns the size B into the number 3, ex"),
+         r"test_trace\.py:\d+, in forward, .*len\(\[0\] \* x\.shape\[0\]\)': converts the size B to the number 3, but"),
         (lambda: trace(Indexed(), X, dims=[("B", None)], data_sizes="error"), cg.UnsupportedError,
-         r"test_trace\.py:\d+, in forward, 'return x\[x > 0\]': .*expected"),
+         r"test_trace\.py:\d+, in forward, 'return x\[x > 0\]': .*depends on the values"),
         (lambda: trace(Item(), X, dims=[("B", None)]), cg.UnsupportedError,
-         r"test_trace\.py:\d+, in forward, .*the values of a tensor choose the way from here, expected a program"),
+         r"test_trace\.py:\d+, in forward, .*branches on the values of a tensor, which are unknown; "),
         (lambda: trace(Broken(), X, dims=[("B", None)]), cg.UnsupportedError,
-         r"test_trace\.py:\d+, in forward, 'return x @ x': .*expected a program that runs"),
+         r"test_trace\.py:\d+, in forward, 'return x @ x': .*the program must run on tensors"),
         (lambda: trace(lambda x: x, X), cg.GraphError, "trace: got function, expected a torch.nn.Module"),
         (lambda: trace(Net(), X, dims=[("B",)]), cg.ShapeError,
-         r"names \('B',\) for x of 2 axes, expected one, or None, for each"),
-        (lambda: trace(Net(), X, dims=[("B", None)] * 2), cg.ShapeError, "of 1 inputs, expected names of the axes"),
-        (lambda: trace(Net(), X, dims=[("a b", None)]), cg.ShapeError, "name 'a b' of an axis of x, expected an iden"),
-        (lambda: trace(Net(), [X]), cg.GraphError, "x holds tensors, expected each tensor as an argument of its own"),
-        (lambda: trace(Net(), X, keyword_dims={"y": ("B",)}), cg.ShapeError, "names for the axes of 'y', expected a k"),
-        (lambda: trace(Net(), X, optimizer=adamw), cg.GraphError, "an optimizer without train=True, expected a backw"),
-        (lambda: trace(Net(), X, train=True), cg.GraphError, "with train=True Net returns .*, expected one scalar"),
+         r"names \('B',\) for x, which has 2 axes; expected a name, or None, per axis"),
+        (lambda: trace(Net(), X, dims=[("B", None)] * 2), cg.ShapeError, "for 1 inputs; expected axis names"),
+        (lambda: trace(Net(), X, dims=[("a b", None)]), cg.ShapeError, "axis name 'a b' of x is not an identifier"),
+        (lambda: trace(Net(), [X]), cg.GraphError, "x contains tensors; pass each tensor as a separate argument"),
+        (lambda: trace(Net(), X, keyword_dims={"y": ("B",)}), cg.ShapeError, "names axes of 'y', which is not in k"),
+        (lambda: trace(Net(), X, optimizer=adamw), cg.GraphError, "an optimizer requires train=True, since its step"),
+        (lambda: trace(Net(), X, train=True), cg.GraphError, "Net returns .* with train=True; expected one scalar"),
         (lambda: trace(Net(), X, unknown="zero"), cg.GraphError, "unknown"),
     ],
 )  # fmt: skip
-def test_what_is_refused(make, error, text):
+def test_invalid_traces_are_refused(make, error, text):
     with pytest.raises(error, match=text):
         make()
 
 
-def test_an_op_without_a_rule_is_an_error_or_a_symbol():
+def test_op_without_rule_is_an_error_or_a_symbol():
     @torch.library.custom_op("costgraph_tests::mystery", mutates_args=())
     def mystery(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -356,7 +356,7 @@ def test_an_op_without_a_rule_is_an_error_or_a_symbol():
     assert cg.peak_memory(g) == 2 * 4 * 5 * cg.dims("B")
 
 
-def test_a_format_is_asked_of_rows_that_data_choose():
+def test_data_dependent_rows_may_be_cast():
     class Chosen(nn.Module):
         def __init__(self, cast):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Operands of several formats, which a CPU casts before it computes with them, and what masks write over."""
+"""Mixed-dtype operands, which a CPU casts before the computation, and masked writes."""
 
 import re
 
@@ -13,7 +13,7 @@ from costgraph.torch import lower, trace
 
 
 class Rows(nn.Module):
-    """A function of rows, behind a layer where there is one."""
+    """A function of rows, after an optional layer."""
 
     def __init__(self, function, *layers):
         super().__init__()
@@ -24,7 +24,7 @@ class Rows(nn.Module):
 
 
 def places(x):
-    """Return whole numbers, as many as there are elements."""
+    """Return as many integers as there are elements."""
     return x.argsort(-1)
 
 
@@ -47,13 +47,13 @@ CASTS = {
 
 
 @pytest.mark.parametrize("name", CASTS)
-def test_what_a_cpu_casts_first_is_in_the_peak(name):
+def test_cpu_operand_casts_are_in_the_peak(name):
     net, x = Rows(CASTS[name]), torch.randn(71, 67)
     peak, _ = differences(trace(net, torch.zeros(5, 67), dims=[("B", None)]), net, [x], B=71)
     assert abs(peak) < 16
 
 
-#: The formula that goes back casts as well.
+#: Ops whose backward formula casts as well.
 BACK = {
     "a mask that is a factor": lambda x: (x > 0) * x * 2,
     "a mask far from the loss": lambda x: torch.sin((x > 0) * x.exp())[:, None],
@@ -62,22 +62,22 @@ BACK = {
 
 
 @pytest.mark.parametrize("name", BACK)
-def test_what_a_cpu_casts_first_is_in_the_peak_of_a_backward_pass(name):
+def test_cpu_operand_casts_are_in_the_backward_peak(name):
     net, x = Rows(lambda x: BACK[name](x).mean(), nn.Linear(6, 67)), torch.randn(71, 6)
     real = real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x)
     seen = trace(net, torch.zeros(5, 6), dims=[("B", None)], train=True)
-    made = cg.backward(trace(net, torch.zeros(5, 6), dims=[("B", None)]))
-    for graph in (seen, made):
+    derived = cg.backward(trace(net, torch.zeros(5, 6), dims=[("B", None)]))
+    for graph in (seen, derived):
         assert abs(cg.peak_memory(graph, B=71) - real) < 16
 
 
-def test_a_cast_on_the_way_takes_nothing_on_a_gpu():
+def test_gpu_kernels_cast_operands_without_a_copy():
     on = [trace(Rows(CASTS["a product with a mask"]), torch.zeros(5, 67), device=d) for d in ("cpu", "cuda")]
     assert cg.peak_memory(on[0]) - cg.peak_memory(on[1]) == 5 * 67 * 4
 
 
-def test_a_kernel_of_a_compiler_casts_on_the_way():
-    """One, that reads the rows and writes the sums."""
+def test_fused_kernel_casts_without_a_copy():
+    """One kernel reads the rows and writes the sums."""
     net = Rows(lambda x: (x * (x.sin() > 0) * 2).sum(-1))
     g = cg.fuse(trace(net, torch.zeros(5, 67), dims=[("B", None)]))
     assert len(list(g.ops)) == 1
@@ -91,8 +91,8 @@ def masked(x):
     return y.sin()
 
 
-def test_what_a_mask_names_is_written_over_by_a_number():
-    """As `masked_fill`, which torch runs for it: gradients pass where it is not."""
+def test_masked_assignment_matches_masked_fill():
+    """Like `masked_fill`, which torch runs for it: gradients pass where the mask is false."""
     net, x = Rows(masked, nn.Linear(6, 67)), torch.randn(13, 6)
     forward = trace(net, torch.zeros(5, 6), dims=[("B", None)])
     peak, flops = differences(forward, net, [x], B=13)
@@ -117,7 +117,7 @@ def test_what_a_mask_names_is_written_over_by_a_number():
         torch.testing.assert_close(grad, loss.get_parameter(t.name.replace("/", ".")).grad)
 
 
-def test_formats_of_torch_are_known_by_torchs_objects():
+def test_torch_dtypes_are_accepted():
     sub_byte = re.compile(r"(?:u?int|bits)[1-7](?!\d)|float4")
     formats = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
     known = [d for d in formats if str(d).removeprefix("torch.") in {*cg.DTYPES, *ALIASES}]

@@ -1,4 +1,4 @@
-"""FLOPs of pooling are the elements that its windows reach, counted by brute force."""
+"""Pooling FLOPs with ceil_mode: window elements, counted by brute force."""
 
 from itertools import product
 
@@ -12,7 +12,7 @@ from costgraph.torch import trace
 
 
 def reached(n, out, window, stride, padding, dilation):
-    """Count elements of windows that start before the end of the padding and are inside it."""
+    """Count the in-bounds elements in windows that start before the padding ends."""
     return sum(i * stride + j * dilation < n + 2 * padding for i, j in product(range(out), range(window)))
 
 
@@ -32,7 +32,7 @@ def test_windows_that_hang_over_the_edge_count_in_part(n, window, stride, dilati
 
 
 @pytest.mark.parametrize("size", [8, 9, 11, 30])
-def test_an_open_image_is_counted_as_one_of_its_size(size):
+def test_open_image_size_counts_like_a_fixed_one(size):
     module = torch.nn.AvgPool2d(3, 2, ceil_mode=True)
     formula = cg.flops(trace(module, torch.zeros(1, 2, 8, 8), dims=[("B", None, "R", "R")]))
     assert cg.evaluate(formula, B=3, R=size) == cg.flops(trace(module, torch.zeros(3, 2, size, size)))

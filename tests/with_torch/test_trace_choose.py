@@ -1,4 +1,4 @@
-"""Branches that data decide: which of them have an answer, and how a user answers the others."""
+"""Data-dependent branches: those with a known answer, and `choose` for the others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BOTH = 2 * 5 * 5 * 8
         (lambda x: torch.equal(x, x.unsqueeze(0)), False),
     ],
 )
-def test_equality_that_needs_no_data_is_answered(call: Callable[..., Any], taken: bool):
+def test_data_independent_equality_is_decided(call: Callable[..., Any], taken: bool):
     assert _matmuls(call) == BOTH * taken
 
 
@@ -61,18 +61,16 @@ def test_equality_that_needs_no_data_is_answered(call: Callable[..., Any], taken
         (lambda x: int(x.argmax()) == 3, "argmax", 3, 2),
     ],
 )
-def test_the_message_of_a_branch_names_the_argument_that_answers_it(
-    call: Callable[..., Any], name: str, yes: float, no: float
-):
+def test_branch_error_suggests_a_working_choose_argument(call: Callable[..., Any], name: str, yes: float, no: float):
     with pytest.raises(UnsupportedError, match=rf"choose=\{{'{name}': ") as error:
         _matmuls(call)
-    advised = eval(str(error.value).partition("choose=")[2].partition("}")[0] + "}")  # our own text
+    advised = eval(str(error.value).partition("choose=")[2].partition("}")[0] + "}")  # the error's own text
     _matmuls(call, choose=advised)
     assert _matmuls(call, choose={name: yes}) == BOTH
     assert _matmuls(call, choose={name: no}) == 0
 
 
-def test_layer_drop_takes_the_branch_of_the_number_that_is_given():
+def test_layer_drop_takes_the_chosen_branch():
     class Drop(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -89,6 +87,6 @@ def test_layer_drop_takes_the_branch_of_the_number_that_is_given():
         assert cg.matmul_flops(g, N=5) == kept * 2 * 5 * 64
 
 
-def test_choose_takes_names_with_numbers_alone():
-    with pytest.raises(GraphError, match="expected names of ops with a number"):
+def test_choose_accepts_only_numbers():
+    with pytest.raises(GraphError, match="choose maps 'rand' to 'half'; expected op names with a number"):
         _matmuls(lambda x: True, choose={"rand": "half"})

@@ -1,4 +1,4 @@
-"""Gradients through complex numbers and Fourier transforms of traces: the library's own, beside autograd's."""
+"""Gradients of complex numbers and Fourier transforms in traces: the library's against autograd's."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from costgraph.torch import lower, trace
 
 
 class Program(nn.Module):
-    """A function of what is given and of weights."""
+    """A function on inputs and weights."""
 
     def __init__(self, function, *weights):
         super().__init__()
@@ -32,19 +32,19 @@ class Program(nn.Module):
 
 
 def turned(x, w):
-    """As `apply_rotary_emb` of DeepSeek-V2: pairs are one complex number each."""
+    """Like `apply_rotary_emb` of DeepSeek-V2: each pair is a complex number."""
     turns = torch.polar(torch.ones(3, 2), torch.arange(6.0).view(3, 2))
     z = torch.view_as_complex((x * w).float().reshape(5, 3, 2, 2))
     return torch.view_as_real(z * turns).flatten(2) ** 3
 
 
 def filtered(x, w):
-    """As FNO: low frequencies by matrices, the others dropped."""
+    """Like FNO: low frequencies times matrices, the others dropped."""
     low = fft.rfft(x)[..., :4]
     return fft.irfft(torch.einsum("bix,iox->box", low, torch.view_as_complex(w)), n=x.shape[-1]) ** 3
 
 
-#: What is given, the shapes of weights, and functions of both.
+#: Inputs, weight shapes, and functions on both.
 CASES = {
     "pairs": ((5, 3, 4), [(4,)], [turned]),
     "spectra": ((5, 7, 8), [(8,)], [
@@ -77,37 +77,37 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_autograd_and_cost_what_its_step_does(name):
+def test_complex_gradients_equal_autograd_in_value_and_cost(name):
     sizes, weights, functions = CASES[name]
     net = Program(lambda x, *w: sum(f(x, *w).mean() for f in functions), *weights)
     x = torch.rand(sizes, generator=torch.Generator().manual_seed(3))
     g, step = trace(net, x), trace(net, x, train=True)
-    made = pulled(g, net, x)
-    assert cg.flops(made) == cg.flops(step)
-    assert cg.matmul_flops(made) == cg.matmul_flops(step)
+    derived = pulled(g, net, x)
+    assert cg.flops(derived) == cg.flops(step)
+    assert cg.matmul_flops(derived) == cg.matmul_flops(step)
     stated = {op.call.name for op in g.walk() if op.kind.name == "foreign"}
     assert stated <= {"arange"}
-    if not stated:  # what kinds say is run, in place of the calls that were seen
+    if not stated:  # run the declared ops in place of the recorded calls
         with torch.no_grad():
             low = lower(Declared().run(g))
             low.load_state_dict(net.state_dict(), strict=False)
             torch.testing.assert_close(low(x), net(x))
 
 
-def test_a_recorded_call_of_complex_numbers_is_refused_and_not_passed_by():
+def test_backward_refuses_foreign_complex_calls():
     net = Program(lambda x, w: fft.rfft(x * w).diagonal().abs().sum(), (7,))
     with pytest.raises(cg.UnsupportedError, match=r"backward: 'diagonal' .* is a recorded call of diagonal.default"):
         cg.backward(trace(net, torch.rand(5, 7)))
 
 
-def test_the_sign_of_complex_numbers_has_no_rule():
+def test_complex_sign_has_no_gradient_rule():
     net = Program(lambda x, w: fft.rfft(x * w).sgn().real.sum(), (7,))
     with pytest.raises(cg.UnsupportedError, match="backward of 'sgn': sign of complex numbers, expected real ones"):
         cg.backward(trace(net, torch.rand(5, 7)))
 
 
 def test_modulus_and_angle_have_gradients():
-    """The library's own are of the two parts, in real numbers; torch's are calculated with complex ones."""
+    """The library differentiates the real and imaginary parts; torch computes with complex numbers."""
     x = torch.rand(5, 7)
     net = Program(
         lambda x, a, b: (torch.polar(a, x * b) * torch.complex(x, b)).cumsum(0).real.sin().mean(), (5, 7), (5, 7)
@@ -119,21 +119,21 @@ def test_modulus_and_angle_have_gradients():
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (ViewAs(what="complex"), "as complex numbers, of a last axis of two"),
-        (ViewAs(what="real"), "real view of .*, of complex numbers"),
+        (ViewAs(what="complex"), "as complex numbers, which needs a last axis of size 2"),
+        (ViewAs(what="real"), "real view of .*, which needs complex numbers"),
         (Fourier(axes=(2,)), r"axes \(2,\) of"),
         (Fourier(axes=(1, 1)), r"axes \(1, 1\) of a transform"),
-        (Fourier(axes=(1,), inverse=True), "inverse=True of .*, which is so to real numbers"),
+        (Fourier(axes=(1,), inverse=True), "inverse=True of .*True for complex to real, False for real to complex"),
         (Fourier(axes=(1,), last=poly(5)), "half 5 of 7 points"),
     ],
 )
-def test_what_does_not_fit_is_refused(kind, text):
+def test_mismatched_complex_operands_are_refused(kind, text):
     with cg.Graph("g") as g, pytest.raises(cg.ShapeError, match=text):
         graph_apply(kind, [g.input("x", (3, 7))], "made")
 
 
 class Modes(nn.Module):
-    """FNO's layer in two dimensions: low frequencies of both ends by complex weights, written into zeros."""
+    """FNO's layer in 2D: low frequencies of both ends times complex weights, written into zeros."""
 
     def __init__(self):
         super().__init__()
@@ -147,22 +147,23 @@ class Modes(nn.Module):
         return (fft.irfft2(out, s=(8, 11)) ** 3).mean()
 
 
-def test_complex_weights_are_trained_and_parts_of_two_axes_written():
+def test_fno_layer_with_complex_weights_is_trained():
     net, x = Modes(), torch.rand(5, 3, 8, 11)
     g, step = trace(net, x), trace(net, x, train=True)
     seen = trace(net, x, train=True, optimizer=lambda p: torch.optim.Adam(p, foreach=True))
-    made = pulled(g, net, x)
-    assert cg.matmul_flops(made) == cg.matmul_flops(step) == 2 * 2 * 8 * (5 * 3 * 4 * 6)  # of weights alone, x is data
-    assert cg.flops(made) == cg.flops(step)
+    derived = pulled(g, net, x)
+    # weight gradients only, x is data
+    assert cg.matmul_flops(derived) == cg.matmul_flops(step) == 2 * 2 * 8 * (5 * 3 * 4 * 6)
+    assert cg.flops(derived) == cg.flops(step)
     trained = cg.training_step(g, optimizer=cg.Adam())
     assert cg.state_bytes(trained).state == 2 * 8 * 2 * 72
     update = [cg.costs(s).filter(phase="optimizer").total() for s in (trained, seen)]
-    assert 0 <= update[1].pointwise - update[0].pointwise <= 2  # the number of the step
+    assert 0 <= update[1].pointwise - update[0].pointwise <= 2  # the step counter
     assert update[0].transcendental == update[1].transcendental
 
 
 class Loss(nn.Module):
-    """A model of transformers that predicts its own tokens."""
+    """A transformers model with a next-token loss."""
 
     def __init__(self, name):
         super().__init__()
@@ -172,32 +173,30 @@ class Loss(nn.Module):
         cls = getattr(transformers, name)
         self.model = cls(tiny(cls.config_class, {**MORE.get(name, {}), "attn_implementation": "eager"})).eval()
         for module in self.modules():
-            module._non_persistent_buffers_set.clear()  # angles of positions are numbers of a run as well
+            module._non_persistent_buffers_set.clear()  # rotary angles are numbers of a run as well
 
     def forward(self, x):
-        made = self.model(input_ids=x, return_dict=True).logits
-        return nn.functional.cross_entropy(made.flatten(0, 1), x.flatten())
+        logits = self.model(input_ids=x, return_dict=True).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["FNetForMaskedLM", "DeepseekV2ForCausalLM", "Llama4ForCausalLM"])
-def test_models_with_complex_numbers_are_trained_as_autograd_does(name):
-    """Real peaks of their traced steps are held in test_transformers_suite.py; here both ways to a step are beside."""
+def test_complex_models_have_autograds_training_costs(name):
+    """Compares the derived and the traced step; test_transformers_suite.py compares traced steps with real peaks."""
     net, x = Loss(name), torch.randint(3, 101, (2, 13))
     g, step = (trace(net, x, dims=[("B", "S")], train=train) for train in (False, True))
-    made = cg.backward(g)
-    assert cg.flops(made) == cg.flops(step)
-    assert cg.matmul_flops(made) == cg.matmul_flops(step)
-    assert abs(cg.peak_memory(made, B=3, S=17) - cg.peak_memory(step, B=3, S=17)) <= 8
+    derived = cg.backward(g)
+    assert cg.flops(derived) == cg.flops(step)
+    assert cg.matmul_flops(derived) == cg.matmul_flops(step)
+    assert abs(cg.peak_memory(derived, B=3, S=17) - cg.peak_memory(step, B=3, S=17)) <= 8
     state = cg.state_bytes(cg.training_step(g, optimizer=cg.AdamW()))
     assert state.state == 2 * state.gradients
-    if name.startswith(
-        "Llama"
-    ):  # of the others torch has no gradients of some weights, or no kernel for tensors of fp32
+    if name.startswith("Llama"):  # torch lacks some gradients, or an fp32 kernel, of the others
         pulled(trace(net, x), net, x)
 
 
-def test_a_complex_parameter_has_no_gradient_where_it_is_let_go():
+def test_detached_complex_parameter_gets_no_gradient():
     class Turned(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""What a GPU would run, traced without one: held to torch's registrations for kernels of CUDA, and to its counter."""
+"""GPU kernels traced without a GPU, against torch's CUDA registrations and its FLOP counter."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ class Loss(nn.Module):
         self.inner, self.scale, self.first = inner, nn.Parameter(torch.ones(())), first
 
     def forward(self, x, *others):
-        made = self.inner(x * self.scale.to(x.dtype) if x.is_floating_point() else x, *others)
-        return (made[0] if isinstance(made, tuple) else made).float().sum()
+        output = self.inner(x * self.scale.to(x.dtype) if x.is_floating_point() else x, *others)
+        return (output[0] if isinstance(output, tuple) else output).float().sum()
 
 
 def heads(dtype, size, groups=4, value=None):
@@ -57,13 +57,13 @@ def called(graph):
     return [op.call.target.removesuffix(".default") for op in graph.ops if op.call is not None]
 
 
-def rules(graph):
+def dispatch_rules(graph):
     return {row.rule for row in dispatched(graph)}
 
 
 fp16, bf16, fp32, fp64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-# by the conditions of sdp_utils.cpp in torch 2.13: cuDNN first on sm_90 and sm_100, flash for two bytes and no mask,
-# efficient for heads of whole lines, products for everything
+# by the conditions of sdp_utils.cpp in torch 2.13: cuDNN first on sm_90 and sm_100, flash for 16-bit dtypes without a
+# mask, efficient for aligned heads, math for everything
 CHOSEN = [
     ("cuDNN", bf16, 64, {}),
     ("cuDNN", fp16, 80, {"is_causal": True}),
@@ -71,7 +71,7 @@ CHOSEN = [
     ("cuDNN", bf16, 256, {"train": True}),
     ("cuDNN", bf16, 64, {"groups": 2}),
     ("cuDNN", bf16, 64, {"dropout_p": 0.125}),
-    ("flash", bf16, 64, {"dropout_p": 0.1}),  # no multiple of 1/16
+    ("flash", bf16, 64, {"dropout_p": 0.1}),  # not a multiple of 1/16
     ("flash", fp16, 77, {}),  # which flash pads to 80
     ("flash", bf16, 256, {"arch": "sm_100"}),
     ("cuDNN", bf16, 192, {"arch": "sm_100", "value": 128}),
@@ -79,7 +79,7 @@ CHOSEN = [
     ("flash", bf16, 64, {"arch": "sm_80", "groups": 2}),
     ("efficient", bf16, 64, {"arch": "sm_80", "mask": torch.bool}),
     ("efficient", bf16, 64, {"arch": "sm_80", "mask": bf16}),
-    ("math", bf16, 77, {"arch": "sm_80", "mask": bf16}),  # 77 is no multiple of 8
+    ("math", bf16, 77, {"arch": "sm_80", "mask": bf16}),  # 77 is not a multiple of 8
     ("flash", bf16, 256, {"arch": "sm_86"}),
     ("flash", bf16, 256, {"arch": "sm_86", "train": True}),
     ("efficient", bf16, 200, {"arch": "sm_86", "train": True}),  # in (192, 224]
@@ -87,7 +87,7 @@ CHOSEN = [
     ("efficient", fp32, 64, {}),
     ("efficient", fp32, 80, {"is_causal": True, "train": True}),
     ("efficient", fp32, 64, {"mask": torch.bool}),
-    ("math", fp32, 77, {}),  # no multiple of 4
+    ("math", fp32, 77, {}),  # not a multiple of 4
     ("math", fp32, 64, {"groups": 2}),
     ("math", fp64, 64, {}),
     ("efficient", fp16, 64, {"arch": "sm_75"}),
@@ -96,49 +96,49 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize(("kernel", "dtype", "size", "options"), CHOSEN)
-def test_attention_takes_the_kernel_that_torch_takes(kernel, dtype, size, options):
+def test_attention_dispatches_like_torch(kernel, dtype, size, options):
     graph = attended(dtype, size, **options)
-    assert rules(graph) == {f"attention: {kernel}"}
+    assert dispatch_rules(graph) == {f"attention: {kernel}"}
     name = {"cuDNN": "_cudnn", "flash": "_flash", "efficient": "_efficient", "math": "_math"}[kernel]
     fused = [target for target in called(graph) if target.startswith("_scaled_dot_product")]
-    found = [
+    expected = [
         f"_scaled_dot_product{name}_attention{way}" for way in ("", "_backward")[: 1 + options.get("train", False)]
     ]
-    assert fused == ([] if kernel == "math" else found)
+    assert fused == ([] if kernel == "math" else expected)
 
 
 @pytest.mark.parametrize(
     ("dtype", "arch", "size"),
     [(fp16, "sm_80", 64), (bf16, "sm_80", 80), (fp16, "sm_90", 80), (bf16, "sm_90", 256), (fp32, "sm_90", 64)],
 )
-def test_what_is_saved_and_its_flops_are_torchs(dtype, arch, size):
+def test_saved_attention_tensors_and_flops_equal_torchs(dtype, arch, size):
     graph = attended(dtype, size, arch=arch, train=True)
     op = next(op for op in graph.ops if op.call is not None and op.call.target.startswith("_scaled_dot_product"))
     q, k, v = (torch.zeros_like(t, device="meta", requires_grad=True) for t in heads(dtype, size))
     keeps = {"_scaled_dot_product_flash_attention": (0.0, False, False)}.get(op.call.name, (None, True, 0.0, False))
     with FlopCounterMode(display=False) as counter:
-        made = getattr(aten, op.call.name)(q, k, v, *keeps)
-        made[0].float().sum().backward()
-    saved = [t for t in made if isinstance(t, torch.Tensor) and t.numel()]
+        outputs = getattr(aten, op.call.name)(q, k, v, *keeps)
+        outputs[0].float().sum().backward()
+    saved = [t for t in outputs if isinstance(t, torch.Tensor) and t.numel()]
     whole = [tuple(sized(n) for n in t.sizes) for t in op.results]
     assert whole == [tuple(t.shape) for t in saved]
-    # a seed is eight bytes in torch's uint64 as well
+    # a seed takes eight bytes, as in torch's uint64
     assert [int(t.dtype.bytes) for t in op.results] == [t.element_size() for t in saved]
     assert cg.matmul_flops(graph, count="full", B=B, S=S) == counter.get_total_flops()
 
 
-def test_a_step_of_flash_attention_has_its_peak_in_the_gradient():
+def test_flash_attention_step_peaks_in_the_gradient():
     graph = attended(bf16, 64, arch="sm_80", train=True, is_causal=True)
     elements = B * 4 * S * 64
-    # q, k, v are the caller's; the scaled queries and the result live for the gradient, and its fp32 sums of rows;
-    # gradients of the result and of all three; the scale, its copy and the loss are of one element
+    # the caller holds q, k, v; scaled queries and the result are saved for the gradient, with the fp32 log-sum-exp; the
+    # result and all three have gradients; scale, its copy and loss have one element
     fixed = elements * 2 * (3 + 2 + 1 + 3) + 4 * B * 4 * S + 16 + 8
-    # the kernel adds up the gradient of queries in fp32: rows padded to 128, and the sum of each of them
+    # the kernel accumulates the gradient of queries in fp32: rows padded to 128, and the sum per row
     workspace = 4 * B * 4 * 128 * (64 + 1)
     assert 0 <= cg.peak_memory(graph, B=B, S=S) - fixed - workspace < 64
 
 
-def test_padded_heads_are_scaled_by_the_size_they_have():
+def test_padded_heads_keep_the_original_scale():
     graph = attended(fp16, 77)
     (op,) = (op for op in graph.ops if op.call is not None and "flash" in op.call.target)
     assert op.call.keywords["scale"] == pytest.approx(77**-0.5)
@@ -146,19 +146,19 @@ def test_padded_heads_are_scaled_by_the_size_they_have():
     assert cg.evaluate(graph.outputs[0].sizes[-1].expr) == 77
 
 
-def test_keys_that_fewer_heads_share_make_the_flash_gradient_larger():
-    made = {g: attended(bf16, 64, arch="sm_80", groups=g, train=True) for g in (2, 4)}
+def test_grouped_query_flash_gradient_needs_more_workspace():
+    graphs = {g: attended(bf16, 64, arch="sm_80", groups=g, train=True) for g in (2, 4)}
     kinds = {
         g: next(op for op in graph.ops if op.call is not None and "flash_attention_backward" in op.call.target).kind
-        for g, graph in made.items()
+        for g, graph in graphs.items()
     }
-    # gradients of each head's keys and values, before they are added up: mha_bwd, dk_expanded and dv_expanded
+    # gradients of keys and values per query head, before their sum: mha_bwd, dk_expanded and dv_expanded
     more = kinds[2].workspace - kinds[4].workspace
     assert sized(more) == 2 * B * 4 * S * 64 * 2
 
 
 @pytest.mark.parametrize(("length", "padded"), [(17, True), (16, False)])
-def test_a_mask_is_padded_as_its_rows_ask_for(length, padded):
+def test_attention_mask_is_padded_to_its_alignment(length, padded):
     inputs = [torch.zeros(2, 4, length, 64) for _ in range(3)]
     mask = torch.zeros(length, length, dtype=torch.bool)
     graph = trace(Attention(), *inputs, mask, dims=[*AXES, ("S", "S")], device="cuda")
@@ -174,7 +174,7 @@ def step(module, *inputs, dims, **options):
     return trace(Loss(module), *inputs, dims=dims, train=True, device="cuda", **options)
 
 
-def test_dropout_is_one_kernel_that_keeps_a_flag_for_each_element():
+def test_dropout_is_one_kernel_with_a_bool_mask():
     graph = step(nn.Dropout(0.1), torch.zeros(3, 5), dims=[("B", None)])
     assert [t for t in called(graph) if "drop" in t] == ["native_dropout", "native_dropout_backward"]
     (op,) = (op for op in graph.ops if op.call is not None and op.call.target.startswith("native_dropout.d"))
@@ -184,25 +184,25 @@ def test_dropout_is_one_kernel_that_keeps_a_flag_for_each_element():
 
 @pytest.mark.parametrize(("dtype", "cudnn"), [(fp32, True), (bf16, False)])
 @pytest.mark.parametrize("train", [False, True])
-def test_batch_norm_is_cudnns_where_it_takes_the_format(dtype, cudnn, train):
+def test_batch_norm_uses_cudnn_for_supported_dtypes(dtype, cudnn, train):
     module = nn.BatchNorm2d(5, dtype=dtype).train(train)
     x, dims = torch.zeros(3, 5, 7, 11, dtype=dtype), [("B", None, None, None)]
     graphs = [trace(Loss(module) if train else module, x, dims=dims, train=train, device=d) for d in ("cpu", "cuda")]
     names = [t for t in called(graphs[1]) if "batch_norm" in t]
     assert all(("cudnn" in name) is cudnn for name in names)
-    assert len(names) == 1 + train or not cudnn  # torch's own gradient is declared ops
+    assert len(names) == 1 + train or not cudnn  # torch's own gradient has only declared ops
     assert cg.flops(graphs[1]) == cg.flops(graphs[0])
 
 
 @pytest.mark.parametrize(
     ("norm", "dtype"), in_part([("layer", fp16), ("layer", fp64), ("group", bf16), ("group", fp32), ("batch", bf16)], 0)
-)  # other formats' batch norms are cuDNN's
-def test_statistics_of_norms_have_the_format_that_their_kernels_add_up_in(norm, dtype):
-    # torch's registrations for devices that are no CPU say so
+)  # other dtypes use cuDNN
+def test_norm_statistics_have_the_accumulation_dtype(norm, dtype):
+    # torch's registrations for non-CPU devices say so
     module = {"layer": nn.LayerNorm(5), "batch": nn.BatchNorm1d(6), "group": nn.GroupNorm(3, 6)}[norm].to(dtype)
     x, dims = torch.zeros(3, 6, 5, dtype=dtype), [("B", None, None)]
     p = torch.zeros(6, dtype=dtype, device="meta")
-    own = {
+    references = {
         "layer": lambda t: aten.native_layer_norm(t, [5], p[:5], p[:5], 1e-5),
         "batch": lambda t: aten.native_batch_norm(t, p, p, p, p, True, 0.1, 1e-5),
         "group": lambda t: aten.native_group_norm(t, p, p, 3, 6, 5, 3, 1e-5),
@@ -210,22 +210,22 @@ def test_statistics_of_norms_have_the_format_that_their_kernels_add_up_in(norm, 
     graphs = [trace(Loss(module), x, dims=dims, train=True, device=d) for d in ("cpu", "cuda")]
     (op,) = (op for op in graphs[1].ops if f"{norm}_norm" in op.name and op.phase == "forward")
     made = [int(t.dtype.bytes) for t in op.results if t.storage not in {x.storage for x in op.operands}]
-    assert made == [t.element_size() for t in own]
+    assert made == [t.element_size() for t in references]
     assert cg.flops(graphs[1]) == cg.flops(graphs[0])
     assert not [op for op in graphs[1].walk() if op.kind.name == "foreign"]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
-def test_an_rms_norm_is_one_kernel_each_way():
+def test_rms_norm_is_one_kernel_per_direction():
     graph = step(nn.RMSNorm(7), torch.zeros(3, 7, dtype=fp32), dims=[("B", None)])
     assert [t for t in called(graph) if "rms" in t] == ["_fused_rms_norm", "_fused_rms_norm_backward"]
     (op,) = (op for op in graph.ops if op.call is not None and op.call.target.startswith("_fused_rms_norm.d"))
     assert [[str(n) for n in t.sizes] for t in op.results] == [["B", "7"], ["B", "1"]]
     mixed = trace(nn.RMSNorm(7), torch.zeros(3, 7, dtype=bf16), dims=[("B", None)], device="cuda")
-    assert not dispatched(mixed)  # a scale in fp32: torch takes the norm apart
+    assert not dispatched(mixed)  # an fp32 scale: torch decomposes the norm
 
 
-def test_a_softmax_reads_fp16_and_writes_fp32():
+def test_softmax_fuses_the_fp16_to_fp32_cast():
     class Wide(nn.Module):
         def forward(self, x):
             return F.softmax(x, -1, dtype=torch.float32)
@@ -237,8 +237,8 @@ def test_a_softmax_reads_fp16_and_writes_fp32():
     ]
 
 
-def test_a_fast_path_attends_in_a_kernel():
-    # torch's own fast path is for an even number of heads
+def test_encoder_fast_path_uses_fused_attention():
+    # torch's fast path needs an even number of heads
     layer = nn.TransformerEncoderLayer(48, 6, 29, batch_first=True).eval()
     graph = trace(layer, torch.zeros(3, 17, 48), dims=[("B", "S", None)], device="cuda")
     plain = trace(layer, torch.zeros(3, 17, 48), dims=[("B", "S", None)])
@@ -249,50 +249,50 @@ def test_a_fast_path_attends_in_a_kernel():
 
 
 @pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
-def test_recurrent_layers_are_one_call_of_cudnn(kind, gates):
+def test_recurrent_layers_are_one_cudnn_call(kind, gates):
     module = kind(5, 7, num_layers=2, bidirectional=True)
     graph = step(module, torch.zeros(11, 3, 5), dims=[("T", "B", None)])
     assert [t for t in called(graph) if "rnn" in t] == ["_cudnn_rnn", "_cudnn_rnn_backward"]
-    # of each step, layer and direction products with both weights; backwards twice as many
+    # both weights multiply at each step, layer and direction; twice as many products in backward
     weights = gates * 7 * (2 * (5 + 7) + 2 * (14 + 7))
     assert cg.matmul_flops(graph, T=11, B=3) == 3 * 2 * 11 * 3 * weights
 
 
 @pytest.mark.parametrize(("kind", "name", "gates"), [(nn.LSTMCell, "lstm", 4), (nn.GRUCell, "gru", 3)])
-def test_cells_are_two_products_and_a_kernel(kind, name, gates):
+def test_recurrent_cells_are_two_matmuls_and_a_kernel(kind, name, gates):
     graph = step(kind(5, 7), torch.zeros(3, 5), dims=[("B", None)])
     assert next(t for t in called(graph) if "thnn" in t) == f"_thnn_fused_{name}_cell"
-    # both products; backwards twice, but for the state before, which is none of a parameter's
+    # both products; twice in backward, except for the previous state, which no parameter affects
     assert cg.matmul_flops(graph, B=3) == 2 * 3 * gates * 7 * (3 * 5 + 2 * 7)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_an_optimizer_goes_by_lists_unless_it_is_told_otherwise(kind):
+def test_optimizers_default_to_foreach(kind):
     net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 11))
-    made = [
+    graphs = [
         step(net, torch.zeros(3, 5), dims=[("B", None)], optimizer=lambda ps, o=o: kind(ps, lr=0.1, **o))
         for o in ({}, {"foreach": True}, {"foreach": False})
     ]
-    lists = [[t for t in called(g) if t.startswith("_foreach")] for g in made]
+    lists = [[t for t in called(g) if t.startswith("_foreach")] for g in graphs]
     assert lists[0] == lists[1] != []
     assert lists[2] == []
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(fp32, marks=pytest.mark.long), bf16])
-def test_a_llama_of_transformers_takes_what_its_format_allows(dtype):
+def test_llama_attention_kernel_depends_on_dtype(dtype):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(vocab_size=97, num_hidden_layers=1, **sizes)
     model = transformers.LlamaForCausalLM(config).to(dtype).eval()
     ids, dims = torch.zeros(3, 17, dtype=torch.int64), [("B", "S")]
     graphs = [trace(model, ids, dims=dims, keywords={"use_cache": False}, device=device) for device in ("cpu", "cuda")]
-    # heads share keys: cuDNN takes that, and for fp32 no kernel does
-    assert rules(graphs[1]) == {"attention: math" if dtype == fp32 else "attention: cuDNN"}
+    # shared KV heads: cuDNN supports them, but no fp32 kernel does
+    assert dispatch_rules(graphs[1]) == {"attention: math" if dtype == fp32 else "attention: cuDNN"}
     counts = [cg.matmul_flops(g, count="full", B=3, S=17) for g in graphs]
     assert counts[0] == counts[1]
 
 
-# -- what a program sees -----------------------------------------------------------------------------------------
+# -- visible device ----------------------------------------------------------------------------------------------------
 
 
 class Asking(nn.Module):
@@ -302,7 +302,7 @@ class Asking(nn.Module):
         return x.to("cuda:0").cuda() * more
 
 
-def test_a_program_is_told_that_it_is_on_a_gpu(capsys):
+def test_program_sees_a_gpu(capsys):
     before = torch.cuda.is_available()
     trace(Asking(), torch.zeros(3), dims=[("N",)], device="cuda", arch="sm_86")
     assert capsys.readouterr().out == "cuda:0 True False True (8, 6)\n"
@@ -310,7 +310,7 @@ def test_a_program_is_told_that_it_is_on_a_gpu(capsys):
     assert torch.zeros(3).device.type == "cpu"
 
 
-def test_what_is_computed_again_is_computed_on_the_gpu():
+def test_recomputation_uses_gpu_kernels():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -324,10 +324,10 @@ def test_what_is_computed_again_is_computed_on_the_gpu():
     assert phases == ["forward", "recompute"]
 
 
-# -- what becomes of such a graph ----------------------------------------------------------------------------------
+# -- transforms and files ----------------------------------------------------------------------------------------------
 
 
-def test_a_graph_says_which_call_follows_from_which_rule_and_a_file_keeps_it(tmp_path):
+def test_dispatch_reasons_are_reported_and_saved(tmp_path):
     graph = attended(bf16, 64, arch="sm_80", train=True)
     rows = dispatched(graph)
     assert [row.call for row in rows] == [
@@ -342,14 +342,14 @@ def test_a_graph_says_which_call_follows_from_which_rule_and_a_file_keeps_it(tmp
     assert dispatched(trace(Attention(), *heads(bf16, 64), dims=AXES)) == []
 
 
-def test_a_declared_kernel_runs_on_a_cpu_and_one_for_cuda_alone_is_refused():
+def test_lowering_to_cpu_refuses_cuda_only_kernels():
     graph = attended(fp32, 64, is_causal=True)
     inputs = random_inputs(graph, B=2, S=5)
-    found = lower(graph, B=2, S=5)(*inputs)
+    outputs = lower(graph, B=2, S=5)(*inputs)
     expected = F.scaled_dot_product_attention(*inputs, is_causal=True)
-    torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, expected)
+    torch.testing.assert_close(outputs[0] if isinstance(outputs, tuple) else outputs, expected)
     layer = trace(nn.LSTM(5, 7), torch.zeros(11, 3, 5), dims=[("T", "B", None)], device="cuda")
-    with pytest.raises(cg.UnsupportedError, match=r"_cudnn_rnn\.default for CUDA alone"):
+    with pytest.raises(cg.UnsupportedError, match=r"_cudnn_rnn\.default only for CUDA"):
         lower(layer, T=3, B=2)
 
 
@@ -361,15 +361,15 @@ def test_a_declared_kernel_runs_on_a_cpu_and_one_for_cuda_alone_is_refused():
         ({"device": "cuda", "arch": "hopper"}, "arch 'hopper', expected a compute capability from sm_50 to sm_121"),
         ({"device": "cuda", "arch": "sm_200"}, "arch 'sm_200', expected a compute capability"),
         ({"device": "cuda", "arch": 90}, "arch 90, expected a compute capability"),
-        ({"arch": "sm_90"}, "arch 'sm_90' of a CPU, expected device='cuda' with it"),
+        ({"arch": "sm_90"}, "arch 'sm_90' requires device='cuda'"),
     ],
 )
-def test_what_is_no_device_is_refused(options, text):
+def test_invalid_devices_are_refused(options, text):
     with pytest.raises(cg.CostGraphError, match=text):
         trace(nn.ReLU(), torch.zeros(3), dims=[("N",)], **options)
 
 
-def test_a_packed_sequence_is_refused():
+def test_packed_sequence_is_refused():
     class Packed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -388,19 +388,17 @@ def test_autocast_on_a_gpu_is_refused_by_name():
             with torch.autocast("cuda"):
                 return x @ x.T
 
-    with pytest.raises(cg.UnsupportedError, match=r'torch.autocast\("cuda"\), whose casts torch makes'):
+    with pytest.raises(cg.UnsupportedError, match=r'torch.autocast\("cuda"\) cannot be traced'):
         trace(Cast(), torch.zeros(3, 5), dims=[("N", None)], device="cuda")
     assert not torch.is_autocast_enabled("cuda")
 
 
-def test_a_recurrent_layer_of_a_format_that_cudnn_takes_not_is_refused_by_name():
-    with pytest.raises(
-        cg.UnsupportedError, match=r"a recurrent layer of torch.bfloat16, expected one that cuDNN takes"
-    ):
+def test_recurrent_layer_with_unsupported_dtype_is_refused():
+    with pytest.raises(cg.UnsupportedError, match=r"cuDNN has no recurrent layers in torch.bfloat16; expected fp32"):
         trace(nn.LSTM(5, 7, dtype=bf16), torch.zeros(3, 2, 5, dtype=bf16), dims=[("T", "B", None)], device="cuda")
 
 
-def test_kernels_take_memory_beside_their_tensors():
+def test_gpu_kernels_have_workspaces():
     class Scores(nn.Module):
         def __init__(self):
             super().__init__()
@@ -410,18 +408,18 @@ def test_kernels_take_memory_beside_their_tensors():
             return self.norm(torch.softmax(self.layer(x), -1).transpose(1, 2)).square().mean()
 
     g = trace(Scores(), torch.zeros(2, 5, 8), dims=[("B", "S", None)], train=True, device="cuda", arch="sm_80")
-    found = cg.timeline(g, device="cuda", arch="sm_80", B=7, S=11).workspaces
-    # of the forward pass, and of the gradient of the weights
+    workspaces = cg.timeline(g, device="cuda", arch="sm_80", B=7, S=11).workspaces
+    # in the forward pass, and in the gradient of the weights
     libraries = {"cuBLAS": (2 * 4096 + 8 * 16) * 1024, "cuBLAS (autograd)": (2 * 4096 + 8 * 16) * 1024}
-    # grad, which lies transposed, is copied, and grad * output; sums of each channel and factors of each group
+    # a copy of the transposed grad, and grad * output; sums per channel and factors per group
     kernels = {
         "_softmax_backward_data": 2 * 7 * 11 * 12 * 4,
         "norm/native_group_norm_backward": (3 * 7 * 12 + 2 * 7 * 3) * 4,
     }
-    assert found == {**libraries, **kernels}
+    assert workspaces == {**libraries, **kernels}
 
 
-def test_gradients_that_a_program_asks_for_are_a_backward_pass():
+def test_explicit_autograd_grad_is_a_backward_phase():
     class Penalty(nn.Module):
         def __init__(self):
             super().__init__()
@@ -433,14 +431,14 @@ def test_gradients_that_a_program_asks_for_are_a_backward_pass():
                 return torch.autograd.grad(y, x)[0]
 
     g = trace(Penalty(), torch.zeros(7, 3), dims=[("B", None)])
-    found = cg.costs(g, B=7)
-    # each of the two products has 7 x 3 x 5 points
-    assert [found.filter(phase=p).total().matmul for p in ("forward", "backward")] == [2 * 7 * 3 * 5] * 2
+    costs = cg.costs(g, B=7)
+    # each of the two matmuls has 7 x 3 x 5 points
+    assert [costs.filter(phase=p).total().matmul for p in ("forward", "backward")] == [2 * 7 * 3 * 5] * 2
 
 
-def test_whole_numbers_are_counted_on_a_gpu():
+def test_histc_accepts_integers_on_a_gpu():
     class Counts(nn.Module):
-        """How many rows go to each expert, as transformers asks on a GPU; on a CPU histc takes no whole numbers."""
+        """Count the rows per expert, as transformers does on a GPU; a CPU's histc rejects integers."""
 
         def forward(self, x):
             return torch.histc(x.argmax(-1).int(), bins=5, min=0, max=4)

@@ -1,4 +1,4 @@
-"""Sizes that data choose are symbols with bounds: programs at real data against torch's counter."""
+"""Data-dependent sizes are symbols with bounds: programs on real data against torch's counter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from costgraph.torch import trace
 
 
 class Chosen(nn.Module):
-    """A linear layer on the rows that a function chooses."""
+    """A linear layer on data-dependent rows."""
 
     def __init__(self, choose: Callable[..., Any]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ LABELS = torch.tensor([1, 1, 3, 1, 2, 3, 1, 0, 0, 5, 5])
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_a_size_that_data_choose_is_a_symbol_with_which_flops_are_those_of_torch(name: str):
+def test_data_dependent_size_is_a_symbol(name: str):
     module = Chosen(CHOICES[name])
     g = trace(module, torch.zeros(7, 8), torch.zeros(7, dtype=torch.int64), dims=[("N", None), ("N",)])
     total = cg.matmul_flops(g)
@@ -54,13 +54,13 @@ def test_a_size_that_data_choose_is_a_symbol_with_which_flops_are_those_of_torch
     cg.peak_memory(g, N=11, **{free: rows})
 
 
-def test_the_bound_of_a_size_that_data_choose_is_checked():
+def test_data_dependent_size_bound_is_checked():
     g = trace(Chosen(CHOICES["mask"]), torch.zeros(7, 8), torch.zeros(7, dtype=torch.int64), dims=[("N", None), ("N",)])
     with pytest.raises(cg.CostGraphError, match="mask_1 <= N"):
         cg.matmul_flops(g, N=11, mask_1=12)
 
 
-def test_data_sizes_are_refused_on_request_with_the_argument_that_names_them():
+def test_data_sizes_error_names_the_argument():
     args = torch.zeros(7, 8), torch.zeros(7, dtype=torch.int64)
-    with pytest.raises(cg.UnsupportedError, match=r"size mask_1: it depends .*data_sizes='symbol'"):
+    with pytest.raises(cg.UnsupportedError, match=r"size mask_1 depends .*data_sizes='symbol'"):
         trace(Chosen(CHOICES["mask"]), *args, dims=[("N", None), ("N",)], data_sizes="error")

@@ -1,4 +1,4 @@
-"""Traced models in declared kinds: how much of them, and what follows from it, beside traces of what torch runs."""
+"""Translating traced models to declared kinds: coverage and costs, against traces of torch's calls."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ from costgraph.torch.tracing.translations import TRANSLATIONS
 transformers = pytest.importorskip("transformers")
 SMALL = {"num_hidden_layers": 1, "hidden_size": 40, "intermediate_size": 52, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-#: Configuration and class of each model; what stands for images in place of tokens.
+#: Each model's config and class; image sizes in place of tokens.
 MODELS = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {
         "n_layer": 1, "n_embd": 44, "n_head": 4, "vocab_size": 97, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
@@ -35,7 +35,7 @@ MODELS = {
 }  # fmt: skip
 
 
-#: Models of a plain run: attention and experts, and convolutions; the layers of the others are like those.
+#: Models of a plain run: attention with experts, and convolutions; the other models have similar layers.
 SOME = [n if n in ("mixtral", "resnet") else pytest.param(n, marks=pytest.mark.long) for n in MODELS]
 
 
@@ -67,7 +67,7 @@ def sizes(name):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_nine_calls_of_ten_are_declared(name):
+def test_most_calls_are_translated_to_declared_ops(name):
     calls = foreign = 0
     for train in (False, True):
         ops = [op for op in traced(name, train).ops if op.kind.name != "keep"]
@@ -77,30 +77,30 @@ def test_nine_calls_of_ten_are_declared(name):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_the_backward_pass_of_a_forward_trace_is_the_traced_one(name):
-    made, seen, bound = cg.backward(traced(name)), traced(name, train=True), sizes(name)
+def test_derived_backward_of_a_trace_equals_the_traced_step(name):
+    derived, seen, bound = cg.backward(traced(name)), traced(name, train=True), sizes(name)
     for count in ("executed", "full"):
-        assert cg.matmul_flops(made, count=count) == cg.matmul_flops(seen, count=count)
-    assert cg.flops(made, **bound) == cg.flops(seen, **bound)
-    assert len(made.gradients) == len(seen.gradients)
-    # variables of torch's program name what its own backward pass no longer needs, and it copies what the library reads
-    # as it lies, and the other way round
+        assert cg.matmul_flops(derived, count=count) == cg.matmul_flops(seen, count=count)
+    assert cg.flops(derived, **bound) == cg.flops(seen, **bound)
+    assert len(derived.gradients) == len(seen.gradients)
+    # torch's variables keep tensors that its backward pass no longer needs, and it copies operands that the library
+    # reads as strided, and vice versa
     for question in (cg.peak_memory, cg.bytes_moved):
-        assert abs(question(made, **bound) - question(seen, **bound)) <= 0.03 * question(seen, **bound)
+        assert abs(question(derived, **bound) - question(seen, **bound)) <= 0.03 * question(seen, **bound)
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_trace_in_another_format_is_that_of_the_module_in_it(name):
-    """To the byte: also where the module casts to fp32 whatever it is given, which does nothing in fp32."""
-    made, seen, bound = cg.apply_precision(traced(name), "bf16"), traced(name, dtype=torch.bfloat16), sizes(name)
-    assert cg.flops(made) == cg.flops(seen)
-    assert cg.param_bytes(made) == cg.param_bytes(seen)
-    assert cg.bytes_moved(made) == cg.bytes_moved(seen)
-    assert cg.peak_memory(made, **bound) == cg.peak_memory(seen, **bound)
+def test_apply_precision_equals_tracing_in_that_dtype(name):
+    """To the byte, even with casts to fp32, which are no-ops in an fp32 model."""
+    converted, seen, bound = cg.apply_precision(traced(name), "bf16"), traced(name, dtype=torch.bfloat16), sizes(name)
+    assert cg.flops(converted) == cg.flops(seen)
+    assert cg.param_bytes(converted) == cg.param_bytes(seen)
+    assert cg.bytes_moved(converted) == cg.bytes_moved(seen)
+    assert cg.peak_memory(converted, **bound) == cg.peak_memory(seen, **bound)
 
 
 class Formats(nn.Module):
-    """States formats in each way: by name, by another tensor's, of what is made of nothing or of integers."""
+    """States dtypes in each way: by name, by another tensor's, for created tensors and for integers."""
 
     def __init__(self):
         super().__init__()
@@ -120,21 +120,21 @@ class Formats(nn.Module):
         return (wide + shares + table).to(before) * self.scale + own * angles.cos().type_as(x)
 
 
-def test_stated_formats_stay_and_others_follow_the_model():
+def test_explicit_dtypes_stay_and_others_follow_the_model():
     given, low = (torch.zeros(5, 8, dtype=d) for d in (torch.float32, torch.bfloat16))
     g = trace(Formats(), given, dims=[("N", None)])
-    made, seen = cg.apply_precision(g, "bf16"), trace(Formats().bfloat16(), low, dims=[("N", None)])
-    formats = [[t.dtype.name for op in h.ops if op.kind.name != "keep" for t in op.results] for h in (made, seen)]
+    converted, seen = cg.apply_precision(g, "bf16"), trace(Formats().bfloat16(), low, dims=[("N", None)])
+    formats = [[t.dtype.name for op in h.ops if op.kind.name != "keep" for t in op.results] for h in (converted, seen)]
     assert formats[0] == formats[1]
     for question in (cg.flops, cg.bytes_moved, cg.peak_memory):
-        assert question(made) == question(seen)
-    assert cg.bytes_moved(g) == cg.bytes_moved(cg.apply_precision(g, "fp32"))  # what does nothing costs nothing
-    low_again = lower(made, N=5)
+        assert question(converted) == question(seen)
+    assert cg.bytes_moved(g) == cg.bytes_moved(cg.apply_precision(g, "fp32"))  # no-op casts have no cost
+    low_again = lower(converted, N=5)
     low_again.load_state_dict(Formats().bfloat16().state_dict())
     torch.testing.assert_close(low_again(low), Formats().bfloat16()(low), check_stride=False)
 
 
-def test_a_program_that_goes_another_way_in_another_format_says_nothing_of_it():
+def test_dtype_dependent_branch_traces_the_given_dtype():
     class Chooses(nn.Module):
         def forward(self, x):
             return x.float() * 2 if x.dtype == torch.float32 else x + 1
@@ -143,7 +143,7 @@ def test_a_program_that_goes_another_way_in_another_format_says_nothing_of_it():
     assert [op.name for op in g.ops] == ["mul"]
 
 
-def test_what_is_written_behind_a_cast_that_does_nothing_is_read_where_it_came_from():
+def test_in_place_write_through_a_no_op_cast_is_visible():
     class Writes(nn.Module):
         def forward(self, x):
             h = x * 2
@@ -155,7 +155,7 @@ def test_what_is_written_behind_a_cast_that_does_nothing_is_read_where_it_came_f
     torch.testing.assert_close(lower(g, N=3)(x), Writes()(x))
 
 
-def test_nothing_of_the_run_in_another_format_is_left():
+def test_second_dtype_run_leaves_the_module_unchanged():
     module = Formats()
     before = {name: (id(t), t.dtype) for name, t in module.state_dict(keep_vars=True).items()}
     trace(module, torch.zeros(5, 8), dims=[("N", None)])
@@ -171,20 +171,20 @@ class Attends(nn.Module):
     def forward(self, x):
         q, k, v = self.packed(x).view(*x.shape[:2], 3, 2, 5).permute(2, 0, 3, 1, 4)
         mask = torch.ones(x.shape[1], x.shape[1]) if self.masked else None
-        made = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal)
-        return made.transpose(1, 2).reshape(x.shape).square().mean()
+        output = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal)
+        return output.transpose(1, 2).reshape(x.shape).square().mean()
 
 
 @pytest.mark.parametrize(("causal", "masked"), [(True, False), (False, False), (False, True)])
-def test_attention_in_one_kernel_is_declared(causal, masked):
-    """Pairs that are seen, two products forward and five backward (Dao et al. 2022); numbers are those of the run."""
+def test_fused_attention_is_translated(causal, masked):
+    """Pairs below the mask, two matmuls forward and five backward (Dao et al. 2022); values equal a real run's."""
     module, x = Attends(causal, masked), torch.randn(3, 7, 10)
     g = trace(module, x, dims=[("B", "S", None)])
     seen = trace(module, x, dims=[("B", "S", None)], train=True)
     assert all(op.kind.name != "foreign" for op in g.ops)
-    made = cg.backward(g)
+    derived = cg.backward(g)
     for count in ("executed", "full"):
-        assert cg.matmul_flops(made, count=count) == cg.matmul_flops(seen, count=count)
+        assert cg.matmul_flops(derived, count=count) == cg.matmul_flops(seen, count=count)
     B, S = cg.dims("B S")
     pairs = S * (S + 1) / 2 if causal else S**2
     assert (cg.matmul_flops(g) - 2 * B * S * 10 * 30 - 2 * B * 2 * (5 + 5) * pairs).expand() == 0
@@ -203,23 +203,23 @@ class Grows(nn.Module):
 
 
 @pytest.mark.parametrize(("groups", "bias"), [(1, True), (2, False)])
-def test_a_transposed_convolution_is_declared(groups, bias):
-    """Each of 5 by 7 elements is spread over 3 by 3 places for each pair of channels in a group; so are gradients."""
+def test_transposed_convolution_is_translated(groups, bias):
+    """Each element in a 5 x 7 map is spread over 3 x 3 positions per channel pair in a group; so are gradients."""
     module, x = Grows(groups, bias), torch.randn(2, 6, 5, 7)
     g = trace(module, x, dims=[("B", None, None, None)])
     seen = trace(module, x, dims=[("B", None, None, None)], train=True)
     assert all(op.kind.name != "foreign" for op in (*g.ops, *seen.ops))
     B = cg.dims("B")
     assert cg.matmul_flops(g) == 2 * B * 5 * 7 * 6 * 4 // groups * 9
-    assert cg.matmul_flops(seen) == 2 * cg.matmul_flops(g)  # the input wants no gradient
+    assert cg.matmul_flops(seen) == 2 * cg.matmul_flops(g)  # the input needs no gradient
     assert cg.flops(cg.backward(g)) == cg.flops(seen)
     low = lower(g, B=2)
     low.load_state_dict(module.state_dict())
     torch.testing.assert_close(low(x), module(x))
 
 
-def test_convolutions_with_strides_have_no_difference_from_declared_ones():
-    # traced, the second length is floor(floor((T - 1)/2 + 1)/2 - 5/2) + 1, declared ceiling(T/4) - 2
+def test_strided_convolutions_equal_declared_ones():
+    # the second length is floor(floor((T - 1)/2 + 1)/2 - 5/2) + 1 in the trace, ceiling(T/4) - 2 in the declaration
     layers = [nn.Conv1d(8, 16, 3, stride=2, padding=1, bias=False), nn.ReLU(), nn.Conv1d(16, 32, 5, 2, bias=False)]
     traced = trace(nn.Sequential(*layers).eval(), torch.zeros(2, 8, 101), dims=[("B", None, "T")])
     B, T = cg.dims("B T")
@@ -234,7 +234,7 @@ def test_convolutions_with_strides_have_no_difference_from_declared_ones():
     assert peaks[0] == peaks[1]
 
 
-def test_one_tensor_that_is_joined_is_a_copy():
+def test_concatenating_a_single_tensor_is_a_copy():
     class Joined(nn.Module):
         def forward(self, x):
             return torch.stack([x], 1), torch.cat([x])
@@ -245,7 +245,7 @@ def test_one_tensor_that_is_joined_is_a_copy():
     assert [t.shape[1:] for t in g.outputs] == [(1, 5), (5,)]
 
 
-#: Functions of reductions, and FLOPs of one row of 7: of each element, and of each result behind its sums.
+#: Reductions, and FLOPs for 7-element rows: per element, and per result after the sums.
 REDUCING = {
     "vector norm": (lambda x: torch.linalg.vector_norm(x, dim=-1), 2 * 7 + 1),
     "norm of absolute values": (lambda x: x.norm(p=1, dim=-1, keepdim=True), 2 * 7),
@@ -259,14 +259,14 @@ REDUCING = {
 }
 
 
-#: Lookups and what else was a recorded call, and FLOPs of one row of 7; indices are of constants.
+#: Lookups and former foreign calls, and FLOPs for 7-element rows; indices are constants.
 LOOKING = {
     "largest of an axis": (lambda x: x.max(-1)[0], 7),
     "largest of a middle axis": (lambda x: x.max(1, keepdim=True)[0] * x, 2 * 7),
     "its place": (lambda x: x.argmax(-1, keepdim=True) * x, 2 * 7),
     "a number at places": (lambda x: torch.zeros_like(x).scatter_(-1, x.topk(2, -1)[1], 1.0) * x, 2 * 7),
     "a number of the program": (lambda x: x * torch.tensor(3.0, dtype=x.dtype), 7),
-    # a softmax has 5 for each element, and rows of minus infinity are found and replaced
+    # a softmax has 5 per element, and rows of minus infinity are detected and replaced
     "a softmax of hidden rows": (lambda x: torch._safe_softmax(x, -1), 5 * 7 + 3 * 7),
 }
 
@@ -286,13 +286,13 @@ class Summed(Reduces):
 
 
 @pytest.mark.parametrize("name", [*REDUCING, *LOOKING])
-def test_reductions_running_sums_and_lookups_are_declared(name):
-    """Numbers are those of the run where ops are made of what is declared, gradients too."""
+def test_reductions_scans_and_lookups_are_translated(name):
+    """Values equal a real run's where ops are translated, including gradients."""
     (function, each), x = (REDUCING | LOOKING)[name], torch.randn(3, 5, 7, dtype=torch.float64)
     g = trace(Reduces(function), x, dims=[("B", "S", None)])
     assert all(op.kind.name != "foreign" for op in g.ops)
     B, S = cg.dims("B S")
-    assert cg.flops(g) == B * S * (7 + each)  # and the product with the scale
+    assert cg.flops(g) == B * S * (7 + each)  # plus the product with the scale
     module = Summed(function)
     step = cg.backward(trace(module, x, dims=[("B", "S", None)]))
     with step:
@@ -306,7 +306,7 @@ def test_reductions_running_sums_and_lookups_are_declared(name):
 
 
 class Dense(nn.Module):
-    """Queries whose heads stand before their positions in memory, as those are that a program has joined."""
+    """Queries with heads before positions in memory, such as concatenated ones."""
 
     def __init__(self):
         super().__init__()
@@ -317,19 +317,19 @@ class Dense(nn.Module):
         return nn.functional.scaled_dot_product_attention(q.contiguous() * 2, k, v).square().mean()
 
 
-def test_attention_of_dense_queries_keeps_the_sums_of_rows():
-    """Two products forward and five backward: with the logarithms of the sums no result is made again."""
+def test_dense_query_attention_saves_the_log_sum_exp():
+    """Two matmuls forward and five backward: with the log-sum-exp, the result is not recomputed."""
     module, x = Dense(), torch.randn(3, 5, 8)
-    made, seen = (
+    derived, seen = (
         cg.backward(trace(module, x, dims=[("B", "S", None)])),
         trace(module, x, dims=[("B", "S", None)], train=True),
     )
     B, S = cg.dims("B S")
     linear = 2 * B * S * 8 * 24
-    assert cg.matmul_flops(made) == (2 * linear + 7 * 2 * B * 2 * S**2 * 4).expand() == cg.matmul_flops(seen)
-    with made:
-        made.outputs.extend(made.gradients.values())
-    low = lower(made, B=3, S=5)
+    assert cg.matmul_flops(derived) == (2 * linear + 7 * 2 * B * 2 * S**2 * 4).expand() == cg.matmul_flops(seen)
+    with derived:
+        derived.outputs.extend(derived.gradients.values())
+    low = lower(derived, B=3, S=5)
     low.load_state_dict(module.state_dict())
     loss, *gradients = low(x)
     module(x).backward()
@@ -347,7 +347,7 @@ class Function(nn.Module):
         return self.function(x)
 
 
-def test_a_translation_that_fails_leaves_the_call_to_its_rule(monkeypatch):
+def test_failed_translation_falls_back_to_the_rule(monkeypatch):
     def failing(call):
         return call["no such argument"]
 
@@ -359,19 +359,21 @@ def test_a_translation_that_fails_leaves_the_call_to_its_rule(monkeypatch):
     assert cg.flops(g) == 3 * 5
 
 
-def test_a_translation_or_a_rule_that_fails_is_named(monkeypatch):
+def test_failed_translation_or_rule_is_named(monkeypatch):
     x = torch.zeros(3, 5)
     monkeypatch.delitem(RULES, "tril", raising=False)
     monkeypatch.setitem(TRANSLATIONS, "tril", lambda call: call["no such argument"])
-    text = r"aten::tril.default: its translation failed with KeyError: .*no such argument"
+    text = r"aten::tril.default: its translation failed on these arguments with KeyError: .*no such argument"
     with pytest.raises(cg.UnsupportedError, match=text):
         trace(Function(torch.tril), x)
     monkeypatch.setitem(RULES, "tril", lambda call: Counts(pointwise=call.out.sizes[2]))
-    with pytest.raises(cg.UnsupportedError, match=r"aten::tril.default: its rule failed with IndexError"):
+    with pytest.raises(
+        cg.UnsupportedError, match=r"aten::tril.default: its cost rule failed on these arguments with IndexError"
+    ):
         trace(Function(torch.tril), x)
 
 
-#: Functions of something without elements that make something with elements.
+#: Functions of empty tensors with non-empty results.
 EMPTY = {
     "padded": lambda x, e: nn.functional.pad(e, (1, 4)) + x,
     "summed": lambda x, e: e.sum(1, keepdim=True) + x,
@@ -386,7 +388,7 @@ EMPTY = {
 
 
 @pytest.mark.parametrize("name", EMPTY)
-def test_what_has_no_elements_is_counted_and_runs(name):
+def test_empty_tensors_are_counted_and_run(name):
     torch.manual_seed(5)
     layer = nn.Linear(5, 5)
     module = nn.Sequential(layer, Function(lambda x: EMPTY[name](x, x[:, 5:]).sin().sum()))
@@ -400,5 +402,5 @@ def test_what_has_no_elements_is_counted_and_runs(name):
     low.load_state_dict(module.state_dict(), strict=False)
     with torch.no_grad():
         torch.testing.assert_close(low(x), expected.detach())
-    found = trace(module, x, train=True, dims=[("B", None)])
-    assert cg.matmul_flops(found, B=3) == cg.matmul_flops(g)
+    graph = trace(module, x, train=True, dims=[("B", None)])
+    assert cg.matmul_flops(graph, B=3) == cg.matmul_flops(g)

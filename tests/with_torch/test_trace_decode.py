@@ -1,4 +1,4 @@
-"""Steps of inference from traces whose caches are marked, beside real steps and the declared model."""
+"""Decode steps from traces with marked caches, against real steps and the declared model."""
 
 from functools import cache
 
@@ -60,38 +60,38 @@ def traced(attention, tokens, name=None):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_step_is_the_real_one_and_the_declared_one(attention):
+def test_decode_step_equals_real_and_declared_steps(attention):
     module, kept = Step(attention), dynamic()
     g = step(module, 1, kept=kept)
-    made = cg.decode(g)
+    decoded = cg.decode(g)
     assert type(kept.layers[0].keys) is torch.Tensor
     assert kept.get_seq_length() == KEPT
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        Step("eager")(ids(1), dynamic())  # torch counts nothing of attention in one kernel on a CPU
-    assert cg.matmul_flops(made, B=3, P=KEPT, count="full") == counter.get_total_flops()
+        Step("eager")(ids(1), dynamic())  # torch counts no FLOPs of fused attention on a CPU
+    assert cg.matmul_flops(decoded, B=3, P=KEPT, count="full") == counter.get_total_flops()
     declared = cg.decode(cg.models.from_config({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **FACTS}))
     B, P, S = cg.dims("B P S")
-    assert (cg.matmul_flops(declared).subs(S, P + 1) - cg.matmul_flops(made)).expand() == 0
-    # keys and values of four bytes, of the positions before
-    assert cg.cache_bytes(made) == 4 * 2 * LAYERS * GROUPS * WIDTH * B * P
-    assert {t.name for t in made.tensors if t.role == "cache"} == {
+    assert (cg.matmul_flops(declared).subs(S, P + 1) - cg.matmul_flops(decoded)).expand() == 0
+    # four-byte keys and values at the previous positions
+    assert cg.cache_bytes(decoded) == 4 * 2 * LAYERS * GROUPS * WIDTH * B * P
+    assert {t.name for t in decoded.tensors if t.role == "cache"} == {
         f"kept/layers/{i}/{part}" for i in range(LAYERS) for part in ("keys", "values")
     }
 
 
 @pytest.mark.parametrize("attention", ["eager", pytest.param("sdpa", marks=pytest.mark.long)])
-def test_several_new_positions_are_the_trace_of_so_many(attention):
+def test_decoding_several_tokens_equals_their_trace(attention):
     g, seen, S = traced(attention, 5, "N"), traced(attention, 2), KEPT + 2
     for tokens, sizes in ((2, {}), ("n", {"n": 2})):
-        made = cg.decode(g, tokens)
+        decoded = cg.decode(g, tokens)
         for question in (cg.flops, cg.bytes_moved, cg.peak_memory, cg.cache_bytes):
-            assert question(made, B=3, N=S, **sizes) == question(seen, B=3, P=KEPT)
+            assert question(decoded, B=3, N=S, **sizes) == question(seen, B=3, P=KEPT)
     with pytest.raises(cg.BindingError, match="against the assumption"):
         cg.flops(cg.decode(g, 2), B=3, N=3)
 
 
 class Attends(nn.Module):
-    """Hands out what the next step is given, as programs without a class for caches do."""
+    """Returns the next step's inputs, as in programs without a cache class."""
 
     def __init__(self):
         super().__init__()
@@ -103,27 +103,27 @@ class Attends(nn.Module):
         return torch.softmax(q @ keys.mT, -1) @ values, keys, values
 
 
-def test_keys_and_values_may_be_tensors():
+def test_cached_keys_and_values_may_be_tensors():
     module = Attends()
     given = [torch.randn(3, 1, WIDTH), *(torch.randn(3, KEPT, WIDTH) for _ in range(2))]
     names = ("B", "P", None)
     g = trace(module, *given, dims=[("B", None, None), names, names], cached=("keys", "values"))
-    made = cg.decode(g)
+    decoded = cg.decode(g)
     B, P = cg.dims("B P")
-    assert cg.matmul_flops(made) == (2 * B * (3 * WIDTH**2 + 2 * WIDTH * (P + 1))).expand()
-    assert cg.cache_bytes(made) == 4 * 2 * WIDTH * B * P
+    assert cg.matmul_flops(decoded) == (2 * B * (3 * WIDTH**2 + 2 * WIDTH * (P + 1))).expand()
+    assert cg.cache_bytes(decoded) == 4 * 2 * WIDTH * B * P
 
     def run():
         with torch.no_grad():
             return module(*given)
 
-    assert abs(real_peak(run, *held_by(module, given)) - cg.peak_memory(made, B=3, P=KEPT)) <= 64
+    assert abs(real_peak(run, *held_by(module, given)) - cg.peak_memory(decoded, B=3, P=KEPT)) <= 64
     with torch.no_grad():
-        low = lower(made, B=3, P=KEPT)
+        low = lower(decoded, B=3, P=KEPT)
     assert low(given[0])[1].shape == (3, KEPT + 1, WIDTH)
 
 
-def test_a_static_cache_is_read_whole():
+def test_static_cache_is_read_in_full():
     module, length = Step(), KEPT + 1
     kept = static(length)
     g = trace(module, ids(1), kept, dims=[("B", None), ("B", None, None, None)], cached=["kept"])
@@ -133,12 +133,12 @@ def test_a_static_cache_is_read_whole():
     assert cg.matmul_flops(cg.decode(g), B=3, count="full") == counter.get_total_flops()
 
 
-def test_a_cache_follows_the_format_of_the_model():
+def test_cache_follows_the_model_dtype():
     low = Step().bfloat16()
     seen = step(low, 1, kept=dynamic(dtype=torch.bfloat16))
-    made = cg.apply_precision(traced("eager", 1), "bf16")
+    converted = cg.apply_precision(traced("eager", 1), "bf16")
     for question in (cg.flops, cg.bytes_moved, cg.peak_memory, cg.cache_bytes):
-        assert question(made, B=3, P=KEPT) == question(seen, B=3, P=KEPT)
+        assert question(converted, B=3, P=KEPT) == question(seen, B=3, P=KEPT)
 
 
 class Reads(nn.Module):
@@ -147,13 +147,13 @@ class Reads(nn.Module):
 
 
 REFUSED = {
-    "one of several": (lambda: cg.decode(traced("eager", 5, "N")), "one new position of graph 'Step'"),
+    "one of several": (lambda: cg.decode(traced("eager", 5, "N")), "tokens=1 of graph 'Step'"),
     "a number of positions": (lambda: cg.decode(traced("eager", 1), 2), "whose new positions have no name"),
     "the last logits": (lambda: cg.decode(traced("eager", 1), logits="last"), "logits='last' of a trace"),
     "a step twice": (lambda: cg.decode(cg.decode(traced("eager", 1))), "is a step already"),
     "no cache": (
         lambda: cg.decode(trace(nn.Linear(3, 3), torch.zeros(2, 3), dims=[("B", None)])),
-        "is kept between steps",
+        "keeps no state between steps",
     ),
     "two new sizes": (
         lambda: cg.decode(
@@ -167,19 +167,19 @@ REFUSED = {
     ),
     "no such argument": (
         lambda: trace(nn.Linear(3, 3), torch.zeros(2, 3), cached=["past"]),
-        "cached ['past'], expected names of arguments among ['input']",
+        "cached is ['past']; expected names of arguments among ['input']",
     ),
     "an empty cache": (
         lambda: trace(
             Step(), ids(1), transformers.DynamicCache(), dims=[None, ("B", None, "P", None)], cached=["kept"]
         ),
-        "holds none, expected tensors of 4 axes between steps",
+        "of type DynamicCache contains no tensors with 4 axes",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_step_is_refused(case):
+def test_invalid_decode_traces_are_refused(case):
     ask, text = REFUSED[case]
     with pytest.raises(cg.CostGraphError) as error:
         ask()

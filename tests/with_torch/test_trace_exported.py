@@ -1,4 +1,4 @@
-"""Programs that torch.export made cost what the modules cost that they were made of."""
+"""torch.export programs cost the same as their modules."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
-def test_an_exported_program_costs_what_its_module_does(dynamic):
+def test_exported_program_costs_the_same_as_its_module(dynamic):
     module, x = nn.Sequential(Block(), Block()), torch.zeros(3, 12)
     shapes = ({0: torch.export.Dim("batch", min=2)},) if dynamic else None
     program = torch.export.export(module, (x,), dynamic_shapes=shapes)
@@ -35,6 +35,6 @@ def test_an_exported_program_costs_what_its_module_does(dynamic):
     assert names == [known, known]
 
 
-def test_what_is_neither_is_refused():
+def test_neither_module_nor_exported_program_is_refused():
     with pytest.raises(cg.GraphError, match=r"trace: got int, expected a torch\.nn\.Module, or an exported program"):
         trace(3)

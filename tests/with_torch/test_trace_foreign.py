@@ -1,4 +1,4 @@
-"""Objects of a program that are no tensors: whatever their classes override, a trace looks at tensors only."""
+"""Non-tensor objects of a program: a trace inspects only tensors, whatever methods their classes override."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METHODS = (
 
 
 class ForeignError(Exception):
-    """An error of the program."""
+    """An error in the program."""
 
 
 def _raising(*args: object, **kwargs: object) -> Any:
@@ -30,7 +30,7 @@ def _raising(*args: object, **kwargs: object) -> Any:
 
 
 def _foreign(base: type, methods: list[str], *, lies: bool) -> Any:
-    """Return an object whose class overrides methods of `base` with ones that raise, and maybe `__class__`."""
+    """Return an object whose class overrides methods of `base` by ones that raise, and optionally `__class__`."""
     body: dict[str, Any] = {} if base is dict or base is OrderedDict else dict.fromkeys(methods, _raising)
     if base is OrderedDict or base is dict:
         body = {m: _raising for m in methods if m != "__getitem__"}
@@ -43,7 +43,7 @@ def _foreign(base: type, methods: list[str], *, lies: bool) -> Any:
 
 
 class Holder(nn.Module):
-    """A linear layer beside attributes of any class."""
+    """A linear layer with attributes of any class."""
 
     def __init__(self, value: Any, where: str) -> None:
         super().__init__()
@@ -63,13 +63,13 @@ class Holder(nn.Module):
     st.sampled_from(["attribute", "list", "dict", "returned"]),
 )
 def test_objects_whose_methods_raise_do_not_stop_a_trace(base: type, methods: list[str], lies: bool, where: str):
-    value = _foreign(base, methods, lies=lies and where != "attribute")  # of which torch itself asks its class
+    value = _foreign(base, methods, lies=lies and where != "attribute")  # torch itself reads its `__class__`
     holder = Holder(value, where)
     assert cg.matmul_flops(trace(holder, torch.zeros(3, 8), dims=[("N", None)]), N=5) == 2 * 5 * 32
 
 
 @pytest.mark.parametrize("base", [list, dict, deque, OrderedDict])
-def test_tensors_in_containers_that_deny_them_are_found_and_brought_back(base: type):
+def test_tensors_in_opaque_containers_are_found_and_restored(base: type):
     kind = type("Silent", (base,), {"__len__": lambda self: 0, "__iter__": lambda self: iter(())})
     weight = torch.randn(8, 4)
 

@@ -1,4 +1,4 @@
-"""Modules that other tools have changed, and tensors that are not dense: traced where dense data define them."""
+"""Modules modified by other tools, and non-dense tensors: traced if dense data define them."""
 
 import copy
 import warnings
@@ -20,7 +20,7 @@ def mlp():
 
 
 class Calls(nn.Module):
-    """A layer, and a function of it and of what it is called with."""
+    """A layer, and a function on it and the inputs."""
 
     def __init__(self, function, layer=None):
         super().__init__()
@@ -56,13 +56,13 @@ MLP_FLOPS = 2 * 3 * (6 * 7 + 7 * 5)
     ],
     ids=["traced", "scripted", "frozen", "scripted inside", "lazy"],
 )
-def test_products_are_those_of_the_module(make):
+def test_modified_modules_keep_their_matmuls(make):
     net = jit(make)
     assert cg.matmul_flops(trace(net, X)) == MLP_FLOPS
     assert cg.matmul_flops(trace(net, X, dims=[("B", None)])) == MLP_FLOPS // 3 * cg.dims("B")
 
 
-def test_a_lazy_module_stays_lazy():
+def test_lazy_module_stays_lazy():
     net = nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyLinear(8))
     assert cg.param_count(trace(net, torch.zeros(2, 3, 8, 8))) == 4 * 28 + 8 * 145
     assert isinstance(net[0], nn.LazyConv2d)
@@ -71,7 +71,7 @@ def test_a_lazy_module_stays_lazy():
 
 
 @pytest.mark.parametrize(("dtype", "bytes_"), [(torch.qint8, 1), (torch.float16, 2)])
-def test_dynamic_quantization_keeps_products_and_parameters(dtype, bytes_):
+def test_dynamic_quantization_keeps_matmuls_and_parameters(dtype, bytes_):
     net = quantized(dtype)
     state = copy.copy(net[0].__dict__)
     g = trace(net, X, dims=[("B", None)])
@@ -83,7 +83,7 @@ def test_dynamic_quantization_keeps_products_and_parameters(dtype, bytes_):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["inference", "training"])
-def test_a_profile_that_still_refers_to_parameters(backward):
+def test_profiler_references_to_parameters_are_harmless(backward):
     net = mlp()
     with torch.profiler.profile(with_flops=True, record_shapes=True) as profile:
         loss = net(X).sum()
@@ -114,7 +114,7 @@ def test_forward_mode_of_a_layer_with_a_bias_is_that_of_a_run(function, given):
     assert cg.matmul_flops(trace(net, *given)) == counter.get_total_flops()
 
 
-def test_a_scan_runs_its_steps():
+def test_scan_runs_its_steps():
     scan = pytest.importorskip("torch._higher_order_ops.scan").scan
 
     def run(layer, start, rows):
@@ -129,8 +129,8 @@ def test_a_scan_runs_its_steps():
     assert [t.shape for t in g.outputs] == [(4, 6), (5, 4, 6)]
 
 
-def test_packed_attention_of_equal_lengths_is_a_batch():
-    """Its random state is of uint64, and the longest sequence is stated."""
+def test_varlen_attention_of_equal_lengths_counts_like_a_batch():
+    """Its RNG state is uint64, and the longest sequence is given."""
     q = torch.zeros(12, 2, 16, dtype=torch.bfloat16)
     ends = torch.tensor([0, 4, 8, 12], dtype=torch.int32)
 
@@ -152,9 +152,13 @@ ROWS = [torch.zeros(3, 6), torch.zeros(5, 6)]
     ("net", "given", "text"),
     [
         (mlp(), (torch.nested.nested_tensor(ROWS, layout=torch.jagged),), "input is a nested tensor.*pad it"),
-        (Calls(lambda f, a, b: f(torch.nested.as_nested_tensor([a, b]))), ROWS, "makes a nested tensor.*pad the rows"),
+        (
+            Calls(lambda f, a, b: f(torch.nested.as_nested_tensor([a, b]))),
+            ROWS,
+            "creates a nested tensor.*pad the rows",
+        ),
         (Calls(lambda f, a: f(a @ a)), (SPARSE,), "is a tensor of layout sparse_coo.*to_dense"),
-        (Calls(lambda f, a: f(a.to_sparse() @ a)), (torch.zeros(6, 6),), "takes a sparse tensor.*to_dense"),
+        (Calls(lambda f, a: f(a.to_sparse() @ a)), (torch.zeros(6, 6),), "uses a sparse tensor.*to_dense"),
     ],
     ids=["nested input", "nested inside", "sparse input", "sparse inside"],
 )

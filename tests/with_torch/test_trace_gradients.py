@@ -1,4 +1,4 @@
-"""Kernels of gradients in declared kinds: their ops are run in place of torch's calls, and make autograd's numbers."""
+"""Gradient kernels as declared ops: run in place of torch's calls, they reproduce autograd's values."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from costgraph.transforms.rewrite import Rewriter
 
 
 class Declared(Rewriter):
-    """Copies a traced graph without the calls that were seen: what runs then is what its ops say."""
+    """Copies a traced graph without the recorded calls, so that the declared ops run."""
 
     replays = False
 
 
 class Net(nn.Module):
-    """A layer between two others, whose inputs and parameters want gradients."""
+    """A layer between two others, whose inputs and parameters need gradients."""
 
     def __init__(self, layer, before=None):
         super().__init__()
@@ -55,7 +55,7 @@ def images():
 
 
 class Experts(nn.Module):
-    """Rows by the matrix of their expert, three of which there are."""
+    """Multiplies each row by one of three expert matrices."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)
 
 
 def cases():
-    """Layers, what is before them, and what they are given: made anew, as a trace lends all tensors of its file."""
+    """Return layers, their preceding layers and their inputs; new ones, as traces share the tensors of their file."""
     return {
     "convolution": (nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.Conv2d(3, 3, 1), [X]),
     "convolution of groups": (nn.Conv2d(6, 4, (1, 2), dilation=2, groups=2, bias=False), images(), [X]),
@@ -127,7 +127,7 @@ def cases():
 }  # fmt: skip
 
 
-#: Cases of a rule that another case holds as well.
+#: Cases whose rule another case covers.
 ALIKE = (
     "layer norm of data", "layer norm without parameters", "layer norm without a shift", "log_softmax",
     "sum of cross entropies", "mean of windows without padding", "attention", "lookup in the last axis",
@@ -138,7 +138,7 @@ ALIKE = (
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in cases()]
 )
-def test_gradients_in_declared_ops_are_those_of_autograd(name):
+def test_declared_gradient_kernels_equal_autograd(name):
     layer, before, given = cases()[name]
     torch.manual_seed(3)
     net = Net(layer, before)
@@ -147,10 +147,10 @@ def test_gradients_in_declared_ops_are_those_of_autograd(name):
         inputs[0].requires_grad_()
     g = trace(net, *inputs, train=True)
     assert not [op for op in g.walk() if op.kind.name == "foreign"]
-    made = Declared().run(g)
-    with made:
-        made.outputs.extend(made.gradients.values())
-    low = lower(made)
+    declared = Declared().run(g)
+    with declared:
+        declared.outputs.extend(declared.gradients.values())
+    low = lower(declared)
     low.load_state_dict(net.state_dict(), strict=False)
     with torch.no_grad():
         loss, *gradients = low(*(x.clone() for x in inputs))
@@ -164,7 +164,7 @@ def test_gradients_in_declared_ops_are_those_of_autograd(name):
 
 
 class InPlace(nn.Module):
-    """Writes over what gradients of its ops read: torch keeps a copy, the library's own pass writes beside it."""
+    """Overwrites tensors saved for gradients: torch keeps a copy, the library's backward pass writes elsewhere."""
 
     def __init__(self):
         super().__init__()
@@ -177,13 +177,13 @@ class InPlace(nn.Module):
         return self.last(h.mul_(2.0)).mean()
 
 
-def test_what_an_op_in_place_writes_over_is_there_for_its_gradient():
+def test_overwritten_operands_are_saved_for_gradients():
     net, x = InPlace(), torch.randn(11, 5)
-    made = cg.backward(trace(net, x))
-    assert cg.matmul_flops(made) == cg.matmul_flops(trace(net, x, train=True))
-    with made:
-        made.outputs.extend(made.gradients.values())
-    low = lower(made)
+    derived = cg.backward(trace(net, x))
+    assert cg.matmul_flops(derived) == cg.matmul_flops(trace(net, x, train=True))
+    with derived:
+        derived.outputs.extend(derived.gradients.values())
+    low = lower(derived)
     low.load_state_dict(net.state_dict())
     with torch.no_grad():
         _, *gradients = low(x)
@@ -192,7 +192,7 @@ def test_what_an_op_in_place_writes_over_is_there_for_its_gradient():
         torch.testing.assert_close(gradient, p.grad)
 
 
-#: Functions whose numbers are not those of the library's: two that it can say with others, and those that it cannot.
+#: Functions with other constants than the library's: two that it can express, and others that it cannot.
 NUMBERS = {
     "relu6": (functional.relu6, True),
     "masked": (lambda x: x.masked_fill(x > 0, -7.0), True),
@@ -205,21 +205,21 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_of_a_call_is_kept_or_its_run_is_refused(name):
+def test_call_constants_are_kept_or_refused(name):
     function, kept = NUMBERS[name]
     x = torch.linspace(-9, 9, 23)
     g = trace(Function(function), x)
     torch.testing.assert_close(lower(g)(x), function(x))
-    made = Declared().run(g)
+    declared = Declared().run(g)
     if kept:
-        torch.testing.assert_close(lower(made)(x), function(x))
+        torch.testing.assert_close(lower(declared)(x), function(x))
     else:
         with pytest.raises(cg.UnsupportedError, match="torch has no function"):
-            lower(made)
+            lower(declared)
 
 
-def test_running_statistics_are_written_into():
-    """Two more reads and writes of a number for each of 5 channels than the norm of a batch has without them."""
+def test_running_statistics_are_updated_in_place():
+    """Two more reads and writes per channel (5) than a batch norm without running statistics."""
     norm, x = nn.BatchNorm1d(5), torch.randn(7, 5)
     g = trace(norm, x)
     (op,) = (op for op in g.ops if op.kind.name == "kernel")
@@ -240,12 +240,12 @@ class Dropping(nn.Module):
         return self.last(functional.dropout(self.first(x), 0.1)).mean()
 
 
-def test_masks_that_are_drawn_have_no_gradient_and_the_format_of_what_they_hide():
+def test_dropout_masks_have_no_gradient_and_the_operand_dtype():
     x = torch.randn(11, 5)
     g, seen = trace(Dropping(), x), trace(Dropping(), x, train=True)
-    made = cg.backward(g)
-    assert cg.flops(made) == cg.flops(seen)
-    assert abs(cg.peak_memory(made) - cg.peak_memory(seen)) <= 4
+    derived = cg.backward(g)
+    assert cg.flops(derived) == cg.flops(seen)
+    assert abs(cg.peak_memory(derived) - cg.peak_memory(seen)) <= 4
     low, narrow = cg.apply_precision(g, "bf16"), trace(Dropping(torch.bfloat16), x.bfloat16())
     for count in (cg.flops, cg.bytes_moved, cg.peak_memory):
         assert count(low) == count(narrow)

@@ -1,4 +1,4 @@
-"""What a program asks of sizes and of data: assumptions that hold exactly where a real run goes the same way."""
+"""Guards on sizes and data: assumptions that hold exactly where a real run takes the same branch."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from costgraph.torch import trace
 
 
 class Asks(nn.Module):
-    """Multiplies where what it asks holds, and copies where not."""
+    """Multiplies if its condition holds, else copies."""
 
     def __init__(self, question):
         super().__init__()
@@ -41,7 +41,7 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("name", sorted(QUESTIONS))
-def test_a_graph_is_bound_where_a_real_run_goes_the_same_way(name):
+def test_graph_binds_where_a_real_run_takes_the_same_branch(name):
     net = Asks(QUESTIONS[name])
     g = trace(net, X, dims=[D])
     way = bool(net.question(net, X))
@@ -54,26 +54,26 @@ def test_a_graph_is_bound_where_a_real_run_goes_the_same_way(name):
                 cg.matmul_flops(g, B=B, S=S)
 
 
-def test_of_a_choice_the_part_that_held_is_assumed():
+def test_only_the_true_part_of_a_disjunction_is_assumed():
     g = trace(Asks(lambda m, x: x.shape[1] > 20 or x.shape[0] > 2), X, dims=[D])
     assert [r.text for r in g.relations.relations] == ["S <= 20", "B > 2"]
 
 
-def test_a_size_that_a_multiple_of_it_does_not_divide_is_told_by_the_multiple():
+def test_padding_guard_is_stated_with_ceiling():
     g = trace(Asks(QUESTIONS["whole multiple"]), X, dims=[D])
     assert [r.text for r in g.relations.relations] == ["ceiling(S/16) > 1"]
 
 
-def test_sizes_are_larger_than_one():
+def test_comparison_with_size_one_is_no_assumption():
     g = trace(Asks(lambda m, x: x.shape[0] != 1), X, dims=[D])
     assert g.relations.relations == ()
 
 
-# -- sizes that become numbers ------------------------------------------------------------------------------------
+# -- specialized sizes -------------------------------------------------------------------------------------------------
 
 
 class Steps(nn.Module):
-    """A recurrence over time, as Python has it."""
+    """A recurrence over time as a Python loop."""
 
     def __init__(self, part):
         super().__init__()
@@ -86,10 +86,10 @@ class Steps(nn.Module):
 
 
 @pytest.mark.parametrize("part", [1, 3])
-def test_a_loop_over_a_size_is_unrolled_where_that_is_asked_for(part):
+def test_loop_over_a_size_is_unrolled_on_request(part):
     net, x = Steps(part), torch.zeros(3, 7, 5)
     with pytest.raises(
-        cg.UnsupportedError, match=r"in forward, 'for t in range.*counts to a size, and .* differ: .*fixed='given'"
+        cg.UnsupportedError, match=r"in forward, 'for t in range.*iterates over a size, and .* differ: .*fixed='given'"
     ):
         trace(net, x, dims=[("B", "S", None)])
     g = trace(net, x, dims=[("B", "S", None)], fixed="given")
@@ -101,16 +101,16 @@ def test_a_loop_over_a_size_is_unrolled_where_that_is_asked_for(part):
         cg.matmul_flops(g, B=2, S=8)
 
 
-def test_a_loop_that_was_unrolled_is_not_folded():
+def test_unrolled_loop_is_not_folded():
     g = trace(Steps(1), torch.zeros(3, 7, 5), dims=[("B", "S", None)], fixed="given")
     for where in ((), ("cell",)):
         with pytest.raises(cg.GraphError, match="expected a graph with a stack of layers"):
             cg.fold(g, *where)
 
 
-def test_a_size_that_is_no_other_ones_is_given():
+def test_fixed_size_needs_a_unique_value():
     with pytest.raises(
-        cg.UnsupportedError, match="needs the size S as a number, which is given as 3, expected one abov"
+        cg.UnsupportedError, match="needs the size S as a number, but its given size is 3; expected a size abov"
     ):
         trace(Steps(1), torch.zeros(3, 3, 5), dims=[("B", "S", None)], fixed="given")
 
@@ -130,7 +130,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN))
-def test_data_that_are_known_answer(name):
+def test_known_data_decide_branches(name):
     question, answer = KNOWN[name]
     g = trace(Asks(question), X, MASK, dims=[D, D])
     for B, S in ((3, 17), (2, 31)):
@@ -138,15 +138,15 @@ def test_data_that_are_known_answer(name):
         assert cg.matmul_flops(g, B=B, S=S) == (2 * B * S * B if answer else 0)
 
 
-def test_a_mask_that_hides_something():
+def test_partial_mask_takes_the_other_branch():
     mask = MASK.clone()
     mask[1, 3:] = False
     assert cg.matmul_flops(trace(Asks(KNOWN["a mask hides nothing"][0]), X, mask, dims=[D, D])) == 0
 
 
-def test_an_answer_that_a_size_decides_is_one_for_that_size():
+def test_size_dependent_answer_specializes_the_size():
     net = Asks(lambda m, x: torch.arange(x.shape[1]).max() < 2048)
-    with pytest.raises(cg.UnsupportedError, match="turns the size S into the number 17"):
+    with pytest.raises(cg.UnsupportedError, match="converts the size S to the number 17"):
         trace(net, X, dims=[D])
     g = trace(net, X, dims=[D], fixed="given")
     assert [r.text for r in g.relations.relations] == ["S == 17"]
@@ -162,22 +162,20 @@ def changed(m, x, mask):
     [lambda m, x, mask: (x > 0).all(), lambda m, x, mask: m.window.add_(1) > 5, changed],
     ids=["measured", "a buffer that was changed", "an input that was changed"],
 )
-def test_data_that_nobody_knows_are_refused(question):
+def test_unknown_data_dependent_branches_are_refused(question):
     with pytest.raises(
-        cg.UnsupportedError, match=r"test_trace_guards\.py:\d+, in .*: the values of a tensor choose the way"
+        cg.UnsupportedError, match=r"test_trace_guards\.py:\d+, in .*: branches on the values of a tensor"
     ):
         trace(Asks(question), X, MASK, dims=[D, D])
 
 
-def test_numbers_that_an_input_holds_are_no_sizes():
+def test_input_values_used_as_sizes_are_refused():
     net = Asks(lambda m, x, n: x[:, : n.max().item()].shape[1] > 3)
-    with pytest.raises(
-        cg.UnsupportedError, match=r"test_trace_guards\.py:\d+, in <lambda>, .*: size max_1: it depends on"
-    ):
+    with pytest.raises(cg.UnsupportedError, match=r"test_trace_guards\.py:\d+, in <lambda>, .*: size max_1 depends on"):
         trace(net, X, torch.full((3,), 5), dims=[D, ("B",)], data_sizes="error")
 
 
-def test_programs_do_not_see_that_they_are_traced():
+def test_programs_see_no_fake_tensors():
     seen = []
 
     class Looks(nn.Module):
@@ -186,5 +184,5 @@ def test_programs_do_not_see_that_they_are_traced():
             return x
 
     trace(Looks(), X, MASK, dims=[D, D])
-    trace(Looks(), X, MASK.to("meta"), dims=[D, D])  # whose data it cannot ask for
+    trace(Looks(), X, MASK.to("meta"), dims=[D, D])  # no data to query
     assert seen == [False, False, False, False, True, True]

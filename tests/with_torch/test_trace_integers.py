@@ -1,4 +1,4 @@
-"""Sizes that pass through Python: programs drawn from conversions, against torch's counter at other sizes."""
+"""Sizes that pass through Python: random conversions, against torch's counter at other sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import costgraph as cg
 from costgraph.torch import trace
 
-#: What programs do with a size before they use it as one.
+#: Conversions of a size before its use as a size.
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "int": lambda n: int(n),
     "float": lambda n: int(float(n)),
@@ -46,7 +46,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 class Converted(nn.Module):
-    """A linear layer on as many rows as conversions of two sizes, one after the other, say."""
+    """A linear layer on a number of rows converted from two sizes."""
 
     def __init__(self, steps: list[Callable[[Any], Any]]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Converted(nn.Module):
         return self.linear(x.new_zeros(len(x), n, d)).reshape(b * n, -1)
 
 
-def _agrees(module: nn.Module, dims: list[Any], given: tuple[int, ...], **sizes: int) -> None:
+def _assert_flops_match_runs(module: nn.Module, dims: list[Any], given: tuple[int, ...], **sizes: int) -> None:
     g = trace(module, torch.zeros(given), dims=[dims])
     assert {str(s) for s in cg.matmul_flops(g).free_symbols} == set(sizes)
     for factor in (1, 3):
@@ -70,25 +70,25 @@ def _agrees(module: nn.Module, dims: list[Any], given: tuple[int, ...], **sizes:
         assert cg.matmul_flops(g, **at) == counter.get_total_flops(), at
 
 
-#: Conversions of which another one asks the same: a plain run leaves them out.
+#: Conversions that another one covers: skipped in a plain run.
 LIKE_OTHERS = ("int of a quotient", "int of ceil", "shifted", "text", "generator", "type")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long) if n in LIKE_OTHERS else n for n in CONVERSIONS]
 )
-def test_a_size_stays_a_size_through(name: str):
-    _agrees(Converted([CONVERSIONS[name]]), ["B", "S", None], (3, 16, 4), B=2, S=24)
+def test_conversion_keeps_the_size_open(name: str):
+    _assert_flops_match_runs(Converted([CONVERSIONS[name]]), ["B", "S", None], (3, 16, 4), B=2, S=24)
 
 
 @given(st.lists(st.sampled_from(sorted(CONVERSIONS)), min_size=2, max_size=4), st.integers(2, 40), st.integers(2, 40))
 @drawing(80)
 def test_conversions_one_after_the_other_keep_sizes(names: list[str], traced: int, other: int):
-    _agrees(Converted([CONVERSIONS[n] for n in names]), ["B", "S", None], (3, traced, 4), B=2, S=other)
+    _assert_flops_match_runs(Converted([CONVERSIONS[n] for n in names]), ["B", "S", None], (3, traced, 4), B=2, S=other)
 
 
 class Hop(nn.Module):
-    """Frames of a padded signal."""
+    """Frames in a padded signal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Hop(nn.Module):
 
 
 class Resized(nn.Module):
-    """An image that is resized to a fixed width by a factor of its own."""
+    """An image resized to a fixed width with its own scale factor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,12 +111,12 @@ class Resized(nn.Module):
         return self.conv(wide) + self.conv(x).mean()
 
 
-def test_models_that_round_sizes():
-    _agrees(Hop(), ["B", None, "T"], (2, 1, 64), B=3, T=50)
-    _agrees(Resized(), ["B", None, "R", "R"], (2, 4, 32, 32), B=3, R=16)
+def test_rounded_sizes_stay_open():
+    _assert_flops_match_runs(Hop(), ["B", None, "T"], (2, 1, 64), B=3, T=50)
+    _assert_flops_match_runs(Resized(), ["B", None, "R", "R"], (2, 4, 32, 32), B=3, R=16)
 
 
-def test_numbers_of_a_range_are_a_tensor():
+def test_range_values_become_a_tensor():
     class Numbers(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * torch.tensor(range(1, x.shape[1] + 1), dtype=x.dtype)
@@ -125,7 +125,7 @@ def test_numbers_of_a_range_are_a_tensor():
     assert cg.flops(g, B=7, S=11) >= 77
 
 
-def test_an_integer_that_decides_control_flow_is_an_assumption():
+def test_integer_branch_becomes_an_assumption():
     class Branch(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ x.T if int(x.shape[0]) > 5 else x
@@ -136,7 +136,7 @@ def test_an_integer_that_decides_control_flow_is_an_assumption():
         cg.matmul_flops(g, N=5)
 
 
-def test_names_of_python_are_themselves_after_a_trace():
+def test_builtins_are_restored_after_a_trace():
     trace(Converted([CONVERSIONS["int"]]), torch.zeros(3, 4, 4), dims=[("B", "S", None)])
     assert not {"int", "float", "len", "type"} & (globals().keys() | vars(functional).keys())
     assert not hasattr(torch.SymInt, "__divmod__")

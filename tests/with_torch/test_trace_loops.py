@@ -1,4 +1,4 @@
-"""Loops over a size that stays open: one trace, held against runs of the program at other sizes."""
+"""Loops over an open size: one trace, against runs of the program at other sizes."""
 
 from itertools import pairwise
 from unittest.mock import patch
@@ -19,7 +19,7 @@ B = 3
 
 
 class Recurrent(nn.Module):
-    """What it makes goes into a list, and into its place of a tensor."""
+    """Appends each result to a list, and writes it into a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Layers(nn.Module):
 
 
 class BothWays(nn.Module):
-    """The second loop goes back, and its list is turned round."""
+    """The second loop runs backwards, and its list is reversed."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class BothWays(nn.Module):
 
 
 class Chunks(nn.Module):
-    """Linear attention in chunks of four positions, whose state is handed on."""
+    """Linear attention in chunks of four positions, with a carried state."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class Nested(nn.Module):
 
 
 class SideBySide(nn.Module):
-    """Positions are asked for by `unbind`, of two tensors at once, and counted."""
+    """Iterates over positions by `unbind`, of two tensors at once, with a counter."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ class SideBySide(nn.Module):
 
 
 class Rows(nn.Module):
-    """A tensor is gone through itself, from what is no tensor."""
+    """Iterates over a tensor itself, from a non-tensor initial value."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ class Rows(nn.Module):
 
 
 class Selective(nn.Module):
-    """The scan of a state space model."""
+    """A state space model's scan."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ class Selective(nn.Module):
 
 
 class Neighbours(nn.Module):
-    """The first position stands apart, the others read the one before them as well."""
+    """The first position is separate, the others also read the previous one."""
 
     def forward(self, x):
         outs = [x[:, 0]]
@@ -181,7 +181,7 @@ class Decoder(nn.Module):
 
 
 class Two(nn.Module):
-    """One loop over positions, and one over every other of them, behind it and inside of another."""
+    """One loop over positions, and one over every other position, after it and nested in another."""
 
     def forward(self, x):
         total = torch.zeros_like(x[:, 0])
@@ -199,7 +199,7 @@ class Two(nn.Module):
 
 
 class Earlier(nn.Module):
-    """Chunks are given the state before their own, and the last state is what is left."""
+    """Each chunk reads the state before it, and the last state is the result."""
 
     def __init__(self):
         super().__init__()
@@ -214,7 +214,7 @@ class Earlier(nn.Module):
 
 
 class Listed(nn.Module):
-    """What loops have left in lists is read part by part: both at once, backwards, each with the next, and by `sum`."""
+    """Reads lists of loop results element by element: in parallel, backwards, pairwise, and by `sum`."""
 
     def __init__(self):
         super().__init__()
@@ -235,7 +235,7 @@ class Listed(nn.Module):
 
 
 class Each(nn.Module):
-    """One sample after the other, and each position by position."""
+    """Loops over samples, and over the positions of each."""
 
     def __init__(self):
         super().__init__()
@@ -257,7 +257,7 @@ class Strided(nn.Module):
 
 
 class Summed(nn.Module):
-    """A sum in place, and nothing for each position."""
+    """A sum in place, without a result per position."""
 
     def forward(self, x):
         total = torch.zeros_like(x[:, 0])
@@ -270,7 +270,7 @@ SOON = [Recurrent, Chunks, Neighbours, BothWays]
 LATER = [Layers, Two, Earlier, Listed, Each, Nested, SideBySide, Rows, Selective, Pieces, Decoder, Strided, Summed]
 
 
-def shaped(make, S):  # the size's own name
+def shaped(make, S):  # the size's name
     return (B, S, S + 1, 5) if make is Nested else (B, S, 5)
 
 
@@ -279,7 +279,7 @@ def sizes(make, S):
 
 
 def transposed(x):
-    """Return the same numbers with the first two axes exchanged in memory."""
+    """Return the same values with the first two axes swapped in memory."""
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
@@ -287,7 +287,7 @@ def traced(make, module, S=12, layout=torch.Tensor.contiguous):
     return trace(module, layout(torch.zeros(shaped(make, S))), dims=[(*"BST"[: len(shaped(make, S)) - 1], None)])
 
 
-#: Each program with positions beside each other, one of them also with samples beside each other; the rest takes long.
+#: Each program with positions contiguous, one of them also with samples contiguous; the rest takes long.
 LAYOUTS = [
     *(pytest.param(make, torch.Tensor.contiguous, id=make.__name__) for make in SOON),
     pytest.param(Recurrent, transposed, id="Recurrent, transposed"),
@@ -297,20 +297,20 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("make", "layout"), LAYOUTS)
-def test_one_trace_has_the_costs_and_the_values_of_runs_at_other_sizes(make, layout):
+def test_loop_trace_matches_runs_at_other_sizes(make, layout):
     torch.manual_seed(1)
     module = make().eval()
     g = traced(make, module, layout=layout)
     assert not any(op.kind.name == "foreign" for op in g.walk())
     assert [op.loop.count.names() for op in g.ops if op.loop is not None]
     for S in (8, 20):
-        x, own = layout(torch.randn(shaped(make, S))), sizes(make, S)
+        x, bound_sizes = layout(torch.randn(shaped(make, S))), sizes(make, S)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             wanted = module(x)
-        assert cg.matmul_flops(g, **own) == counter.get_total_flops()
+        assert cg.matmul_flops(g, **bound_sizes) == counter.get_total_flops()
         with torch.no_grad():
-            assert cg.peak_memory(g, **own) == real_peak(lambda x=x: module(x), x, *module.parameters())
-        again = lower(g, **own)
+            assert cg.peak_memory(g, **bound_sizes) == real_peak(lambda x=x: module(x), x, *module.parameters())
+        again = lower(g, **bound_sizes)
         named = {n.replace(".", "/"): p for n, p in module.named_parameters()}
         with torch.no_grad():
             for n, p in again.named_parameters():
@@ -321,14 +321,14 @@ def test_one_trace_has_the_costs_and_the_values_of_runs_at_other_sizes(make, lay
 @pytest.mark.parametrize(
     "make", [Recurrent, *(pytest.param(make, marks=pytest.mark.long) for make in SOON[1:] + LATER)]
 )
-def test_loops_and_the_turns_that_they_stand_for_cost_the_same(make):
+def test_loops_cost_the_same_as_their_unrolled_iterations(make):
     module = make().eval()
     g = traced(make, module)
-    own = sizes(make, 8)
+    bound_sizes = sizes(make, 8)
     counts = {n for op in g.walk() if op.loop is not None for n in op.loop.count.names()}
-    apart = cg.unroll(g, **{n: own[n] for n in counts})
+    apart = cg.unroll(g, **{n: bound_sizes[n] for n in counts})
     for cost in (cg.flops, cg.bytes_moved, cg.peak_memory):
-        assert cost(apart, **{n: own[n] for n in own.keys() - counts}) == cost(g, **own)
+        assert cost(apart, **{n: bound_sizes[n] for n in bound_sizes.keys() - counts}) == cost(g, **bound_sizes)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -338,7 +338,7 @@ def test_loops_and_the_turns_that_they_stand_for_cost_the_same(make):
         lambda: nn.GRU(5, 7, 2, bidirectional=True), lambda: nn.RNN(5, 7, batch_first=True),
         lambda: nn.RNN(5, 7, nonlinearity="relu", bidirectional=True), lambda: nn.LSTM(5, 7, proj_size=3))),
 ])  # fmt: skip
-def test_recurrent_layers_that_torch_runs_step_by_step_have_an_open_length(make):
+def test_stepwise_recurrent_layers_have_an_open_length(make):
     layer = make().eval()
     g = trace(layer, torch.zeros(B, 6, 5), dims=[("B", "S", None)])
     for S in (8, 20):
@@ -352,7 +352,7 @@ def test_recurrent_layers_that_torch_runs_step_by_step_have_an_open_length(make)
 
 
 def events(make, S):
-    """Return how many ops torch dispatches in a trace: its time without the noise of a clock."""
+    """Return how many ops torch dispatches in a trace: a noise-free measure for its time."""
     count, usual = 0, Recorder._dispatched
 
     def counting(*args):
@@ -370,7 +370,7 @@ def events(make, S):
     *(pytest.param(make, marks=pytest.mark.long) for make in (
         Recurrent, lambda: nn.GRU(5, 7, batch_first=True), lambda: nn.RNN(5, 7, batch_first=True))),
 ])  # fmt: skip
-def test_a_trace_takes_no_longer_for_a_longer_example(make):
+def test_trace_time_is_independent_of_example_length(make):
     assert events(make, 250) < 1.5 * events(make, 16)
 
 
@@ -405,7 +405,7 @@ class Lists(nn.Module):
 
 
 @pytest.mark.parametrize("run", [rows, without_gradients, last])
-def test_what_is_written_twice_goes_back_nowhere_or_is_the_last_one(run):
+def test_overwritten_rows_pass_no_gradient(run):
     module = Lists(run).eval()
     g = traced(Lists, module, 7)
     for b, S in ((3, 8), (5, 11)):
@@ -421,13 +421,13 @@ def test_what_is_written_twice_goes_back_nowhere_or_is_the_last_one(run):
 @pytest.mark.parametrize("make", [
     Neighbours, *(pytest.param(m, marks=pytest.mark.long) for m in (Recurrent, BothWays, Chunks, Nested, Selective)),
 ])  # fmt: skip
-def test_graphs_with_such_loops_keep_the_laws(make):
+def test_loop_traces_keep_the_laws(make):
     for layout in (torch.Tensor.contiguous, transposed):
         testing.check(traced(make, make().eval(), layout=layout), **sizes(make, 8))
 
 
 @pytest.mark.parametrize("make", [Selective, pytest.param(Recurrent, marks=pytest.mark.long)])
-def test_lists_that_are_joined_lie_on_ranks_as_what_is_in_them(make):
+def test_joined_lists_inherit_the_placement_of_elements(make):
     graph = traced(make, make().eval(), layout=transposed)
     local = cg.parallelize(graph, dp=3)
     testing.check_sharded(graph, local, B=3, S=8)
@@ -445,7 +445,7 @@ class Loss(nn.Module):
 
 @pytest.mark.parametrize("make", [Recurrent, *(pytest.param(m, marks=pytest.mark.long) for m in (
     Chunks, Layers, Nested, SideBySide, Rows, Selective, Pieces, Decoder))])  # fmt: skip
-def test_the_step_that_is_derived_has_the_products_of_torchs_own(make):
+def test_derived_loop_step_has_torchs_matmuls(make):
     loss = Loss(make())
     step = cg.training_step(traced(make, loss))
     for S in (12, 20):
@@ -494,14 +494,14 @@ def handed(x):
 
 
 def by_length(layer, x):
-    """Go another way where there are few positions, as at the sizes at which loops are looked at."""
+    """Take another branch for few positions, such as the sizes at which loops are detected."""
     h = torch.zeros_like(x[:, 0])
     for i in range(x.shape[1]):
         h = torch.tanh(x[:, i] + h)
     return layer(h) if x.shape[1] > 9 else h
 
 
-def test_the_way_is_that_of_the_sizes_that_were_given():
+def test_branches_follow_the_example_sizes():
     long, short = (traced(Lists, Lists(by_length).eval(), S) for S in (11, 7))
     assert (cg.matmul_flops(long, B=B, S=13), cg.matmul_flops(short, B=B, S=7)) == (B * 2 * 5 * 5, 0)
     for g, S in ((long, 7), (short, 13)):
@@ -510,7 +510,7 @@ def test_the_way_is_that_of_the_sizes_that_were_given():
 
 
 def halfway(layer, x):
-    """Ask for the length in all turns but the first."""
+    """Query the length in all iterations but the first."""
     h = layer(x[:, 0])
     for i in range(x.shape[1]):
         h = h + x[:, i]
@@ -519,30 +519,30 @@ def halfway(layer, x):
     return h
 
 
-def test_what_later_turns_ask_of_a_size_is_assumed_and_what_is_of_a_turn_is_not():
+def test_size_guards_of_later_iterations_are_assumed():
     g = traced(Lists, Lists(halfway).eval(), 12)
     assert [r.text for r in g.relations.relations] == ["S > 5"]
     with pytest.raises(cg.BindingError, match="against the assumption 'S > 5'"):
         cg.flops(g, B=B, S=4)
 
 
-def test_sizes_at_which_turns_are_run_are_unlike_all_others():
+def test_loop_detection_adds_no_assumptions():
     for b in (8, 9, 16):
         g = trace(Recurrent().eval(), torch.zeros(b, 12, 5), dims=[("B", "S", None)])
         assert not g.relations.relations
 
 
 def by_chunks(layer, x):
-    """Go over chunks where there are few of them."""
+    """Loop over chunks if there are few."""
     total = layer(x[:, 0])
     for i in range(0, x.shape[1] if x.shape[1] < 9 else 0, 4):
         total = total + x[:, i]
     return total
 
 
-def test_sizes_with_too_few_turns_are_refused():
+def test_loops_with_too_few_iterations_are_refused():
     with pytest.raises(
-        cg.UnsupportedError, match=r"and has too few turns at the sizes that were given .2., expected 3"
+        cg.UnsupportedError, match=r"and has too few iterations at the given sizes .2., expected at least 3"
     ):
         traced(Lists, Lists(by_chunks).eval(), 8)
 
@@ -557,14 +557,14 @@ def thirds(x):
 @pytest.mark.parametrize(
     ("run", "why"),
     [
-        (left, "counts to a size, and is left before the last of its turns; name no dimension"),
+        (left, "iterates over a size, and is left before its last iteration; leave this axis unnamed"),
         (numbered, r"'mul.i\d' has scalars \(None, \d\), 'mul.i\d' has"),
-        (counted, "what it does is not the same at other sizes: 'div' has scalars"),
+        (counted, "its iterations differ at other sizes: 'div' has scalars"),
         (thirds, "'stack' reads .* of one block"),
-        (growing, "expected 3 equal blocks in a row at least"),
-        (handed, "'select.*' reads 'zeros_like', parts of which other turns have written"),
+        (growing, "expected at least 3 consecutive equal blocks"),
+        (handed, "'select.*' reads 'zeros_like', parts of which other iterations have written"),
     ],
 )
-def test_turns_that_are_not_alike_are_refused(run, why):
+def test_differing_iterations_are_refused(run, why):
     with pytest.raises(cg.UnsupportedError, match=rf"test_trace_loops\.py:\d+, in .*for i in range.*{why}"):
         traced(Turns, Turns(run), 7)

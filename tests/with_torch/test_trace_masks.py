@@ -1,4 +1,4 @@
-"""Training steps of transformers' default attention: masks, or the kernel that needs none, as in a real run."""
+"""Training steps of transformers' default attention: explicit masks or a causal kernel, as in a real run."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from costgraph.torch import trace
 
 transformers = pytest.importorskip("transformers")
 
-SCALARS = 4096  # bytes of what a real run allocates beside its tensors, as in test_trace_models
+SCALARS = 4096  # bytes that a real run allocates besides its tensors, as in test_trace_models
 HEADS, WIDTH, LAYERS = 5, 12, 1
 SMALL = {
     "hidden_size": HEADS * WIDTH, "intermediate_size": 112, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
@@ -36,32 +36,32 @@ def data(B, S, mask):
     return (*out, torch.ones(B, S, dtype=torch.int64)) if mask else out
 
 
-def products_of_attention(g, count, **size):
+def attention_flops(g, count, **size):
     rows = cg.costs(g, count=count, **size).filter(kind="matmul", direction="compute")
     return sum(r.amount for r in rows.rows if "attention" in r.op)
 
 
 @pytest.mark.parametrize("mask", [False, True], ids=["no mask", "a mask of ones"])
 @pytest.mark.parametrize("family", ["Llama", *(pytest.param(f, marks=pytest.mark.long) for f in ("Gemma", "Qwen3"))])
-def test_a_step_with_the_default_attention(family, mask):
+def test_default_attention_step_matches_a_real_run(family, mask):
     inputs = data(3, 17, mask)
     g = trace(Loss(family), *inputs, dims=[("B", "S")] * len(inputs), train=True, optimizer=adamw)
     assert g.relations.relations == ()
     kernels = [op for op in g.ops if "attention" in op.name and isinstance(op.kind, Kernel)]
     assert len(kernels) == 2 * LAYERS  # forward and backward
     for size in ({"B": 2, "S": 41}, {"B": 5, "S": 67}):
-        pairs = size["B"] * HEADS * size["S"] * (size["S"] + 1) // 2  # a key and a query that does not come before it
+        pairs = size["B"] * HEADS * size["S"] * (size["S"] + 1) // 2  # a query and a key at or before its position
         # scores and values in the forward pass; scores again, and four gradients, in the backward pass
         products = LAYERS * (2 + 5) * 2 * WIDTH * pairs
-        assert products_of_attention(g, "executed", **size) == products
+        assert attention_flops(g, "executed", **size) == products
         module = Loss(family)
         peak, flops = differences(g, module, data(**size, mask=mask), adamw(module.parameters()), **size)
         assert abs(peak) <= SCALARS
-        # the counter has no entry for the CPU's kernel: all else is equal
-        assert -flops == products_of_attention(g, "full", **size)
+        # the counter has no formula for the CPU's kernel: all else is equal
+        assert -flops == attention_flops(g, "full", **size)
 
 
-def test_a_mask_that_hides_something_is_one_that_the_kernel_gets():
+def test_partial_mask_is_passed_to_the_kernel():
     inputs = data(3, 17, mask=True)
     inputs[2][1, :4] = 0
     g = trace(Loss("Llama"), *inputs, dims=[("B", "S")] * 3, train=True, optimizer=adamw)

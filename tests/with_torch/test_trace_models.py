@@ -1,4 +1,4 @@
-"""Traces of whole models held to real runs: peaks by the profiler's allocation events, FLOPs by torch's counter."""
+"""Traces of whole models against real runs: peaks by the profiler's allocation events, FLOPs by torch's counter."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from traced import adamw, differences
 import costgraph as cg
 from costgraph.torch import trace
 
-# What a real run allocates beside what tensors take: scalars that Python makes, and norms' statistics on their way.
+# A real run's allocations besides its tensors: Python scalars, and temporary norm statistics.
 SCALARS = 4096
 
 
@@ -22,7 +22,7 @@ class MLP(nn.Module):
 
 
 class Eager(nn.Module):
-    """Two blocks of attention with dropout of none, tied head."""
+    """Two attention blocks with dropout of zero, and a tied head."""
 
     def __init__(self, norm):
         super().__init__()
@@ -75,13 +75,13 @@ def test_plain_modules(name, optimizer):
     g = trace(make(), *data(**sizes[0]), dims=dims, train=factory is not None, optimizer=factory)
     for size in sizes:
         module = make()
-        found = differences(g, module, data(**size), factory and factory(module.parameters()), **size)
-        assert found[1] == 0
-        assert abs(found[0]) <= SCALARS
+        errors = differences(g, module, data(**size), factory and factory(module.parameters()), **size)
+        assert errors[1] == 0
+        assert abs(errors[0]) <= SCALARS
 
 
 class Shared(nn.Module):
-    """A tensor that several products, or several factors, read: its gradient is a sum."""
+    """A tensor with several matmuls or factors as consumers: its gradient is a sum."""
 
     def __init__(self, products):
         super().__init__()
@@ -97,7 +97,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("products", [False, True])
-def test_gradients_are_added_up_in_place_where_autograd_does_so(products):
+def test_gradients_accumulate_in_place_like_autograd(products):
     g = trace(Shared(products), torch.zeros(5, 3), dims=[("B", None)], train=True, optimizer=adamw)
     for rows in (17, 61):
         module = Shared(products)
@@ -121,12 +121,12 @@ TEXT = {
     "bert": ("Bert", "BertModel", {**SMALL, "num_hidden_layers": 1, **UNDROPPED}),
     "mixtral": ("Mixtral", "MixtralForCausalLM", {**SMALL, **GROUPED, **EXPERTS}),
 }
-#: Products that torch's counter leaves out: those of experts over groups of tokens.
+#: Models with matmuls that torch's counter misses: experts over groups of tokens.
 UNCOUNTED = {"mixtral"}
 
 
 class Scored(nn.Module):
-    """A model of transformers with a scalar behind it."""
+    """A transformers model with a scalar loss."""
 
     def __init__(self, config, model):
         super().__init__()
@@ -168,8 +168,8 @@ def test_models_of_transformers(name, train):
         assert flops == 0 if name not in UNCOUNTED else flops < 0
 
 
-def test_experts_are_products_over_groups():
-    # in each of 2 layers every token meets 2 of 4 experts: one product of 60 x 224 and one of 112 x 60
+def test_experts_are_grouped_matmuls():
+    # in both layers, every token meets 2 experts out of 4: a 60 x 224 and a 112 x 60 matmul
     module = made("mixtral")
     g = trace(module, *tokens(3, 17), dims=[("B", "S")] * 2)
     grouped = [op for op in g.ops if op.call is not None and op.call.target == "_grouped_mm.default"]
@@ -207,7 +207,7 @@ def test_a_vision_model():
 
 
 @pytest.mark.long
-def test_an_encoder_and_a_decoder():
+def test_encoder_decoder_matches_a_real_run():
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
         d_model=60, d_kv=12, d_ff=112, num_layers=2, num_heads=5, vocab_size=61, dropout_rate=0.0
@@ -232,11 +232,11 @@ def test_an_encoder_and_a_decoder():
         assert flops == 0
 
 
-# -- programs that ask for sizes below what is seen ----------------------------------------------------------------
+# -- programs that query sizes of intermediate tensors -----------------------------------------------------------------
 
 
 class Pyramid(nn.Module):
-    """Convolution, up by a factor, and back to the size of the input: the body of a U-Net."""
+    """Convolution, upsampling, and a resize to the input's size: the body of a U-Net."""
 
     def __init__(self, mode):
         super().__init__()
@@ -253,7 +253,7 @@ def test_resampling_keeps_sizes_open(mode):
     B, H, W = cg.dims("B H W")
     assert cg.matmul_flops(g) == 2 * 3 * 5 * B * H * W
     shapes = [t.shape for t in g.tensors if t.producer is not None]
-    assert shapes.index((B, 5, 2 * H, 2 * W)) == shapes.index((B, 5, H, W)) + 1  # up, and then down again
+    assert shapes.index((B, 5, 2 * H, 2 * W)) == shapes.index((B, 5, H, W)) + 1  # upsampled, then downsampled again
 
 
 def test_inference_mode_inside_a_module():

@@ -1,4 +1,4 @@
-"""Programs whose sizes are named, held to real runs at other sizes: parts of sizes, steps of recurrence, distances."""
+"""Programs with open sizes against real runs at other sizes: parts of sizes, recurrence steps, distances."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ class Cell(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Attends to what a layer makes of each block of four keys, and to the keys of two chosen blocks."""
+    """Attends to an embedding for each block of four keys, and to the keys in two chosen blocks."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Half(nn.Module):
 
 
 class Windows(nn.Module):
-    """Attends within windows of four times four points of a plane, shifted by two."""
+    """Attends within 4 x 4 windows in a plane, shifted by two."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ class Distances(nn.Module):
 
 
 class LongConvolution(nn.Module):
-    """Convolves by a transform of twice the length, whose gradient is cut back to it."""
+    """Convolves by an FFT of twice the length, whose gradient is truncated to the length."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ class LongConvolution(nn.Module):
 
 
 class Padded(nn.Module):
-    """Mixes the tokens of each block of eight, the last one filled up, as chunked recurrences do."""
+    """Mixes the tokens within blocks of eight, the last one padded, like chunked recurrences."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,7 @@ class Padded(nn.Module):
 
 
 class Blended(nn.Module):
-    """Mixes each token with the one before by weights that lie along one axis, as token shifts do."""
+    """Mixes each token with the previous one by weights along one axis, like token shifts."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ class Blended(nn.Module):
 
 
 class Steps(nn.Module):
-    """Takes a step of descent for each half of a sequence, and reads what was learned."""
+    """Takes an SGD step for each half of a sequence, and applies the result."""
 
     def __init__(self):
         super().__init__()
@@ -143,7 +143,7 @@ PROGRAMS = {
 }
 
 
-#: Programs whose forward pass alone is what a plain run holds; the others it holds to a whole step.
+#: Programs of which a plain run tests only the forward pass; for the others it tests a whole step.
 FORWARD = ("gru cell", "blended", "distances")
 
 
@@ -155,7 +155,7 @@ FORWARD = ("gru cell", "blended", "distances")
         for train in (False, True)
     ],
 )
-def test_peak_and_products_at_other_sizes_are_those_of_a_run(name, train):
+def test_peak_and_matmuls_at_other_sizes_match_a_run(name, train):
     make, shapes, small, large = PROGRAMS[name]
     torch.manual_seed(0)
     module = make()
@@ -164,13 +164,13 @@ def test_peak_and_products_at_other_sizes_are_those_of_a_run(name, train):
     more = {"train": True, "optimizer": adamw} if train else {}
     graph = trace(module, *few, dims=dims, **more)
     peak, flops = differences(graph, module, many, adamw(module.parameters()) if train else None, **large)
-    # a product inside of one op, which torch's counter does not see, of rows with their norms beside them
+    # a matmul inside one op, which torch's counter does not see, of rows with appended norms
     unseen = 2 * large["B"] * 8 * 29 * (11 + 2) if "product" in name else 0
     assert abs(peak) <= 12
     assert flops == -unseen
 
 
-def test_windows_along_an_open_axis_are_those_of_a_run():
+def test_pooling_along_an_open_axis_matches_a_run():
     class Pooled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -185,13 +185,13 @@ def test_windows_along_an_open_axis_are_those_of_a_run():
     assert differences(graph, module, *run, B=5, S=17) == (0, 0)
 
 
-def test_no_part_of_a_size_that_has_to_divide_is_foreign():
+def test_slices_of_divided_sizes_are_declared():
     kinds = {type(op.kind).__name__ for op in trace(Half(), torch.rand(3, 11, 7), dims=[("B", "S", None)]).ops}
     assert "Foreign" not in kinds
 
 
-def test_a_whole_part_that_leaves_nothing_is_the_quotient():
-    """Both sizes have to be multiples of four, of which the product of the whole parts alone is asked."""
+def test_exact_floor_divisions_become_quotients():
+    """Both sizes must be divisible by four, though only the product of quotients is queried."""
     graph = trace(Windows(), torch.rand(3, 12, 16, 6), dims=[("B", "H", "W", None)])
     assert "Foreign" not in {type(op.kind).__name__ for op in graph.walk()}
     b, h, w = cg.dims("B H W")
@@ -202,7 +202,7 @@ def test_a_whole_part_that_leaves_nothing_is_the_quotient():
 
 
 @pytest.mark.parametrize("part", [lambda x: x[:, 3:], lambda x: x[:, : x.shape[1] // 4]])
-def test_a_part_that_a_small_size_leaves_empty_is_declared_and_refused_where_it_is_empty(part):
+def test_slices_that_become_empty_are_refused(part):
     class Part(nn.Module):
         def __init__(self):
             super().__init__()
@@ -219,7 +219,7 @@ def test_a_part_that_a_small_size_leaves_empty_is_declared_and_refused_where_it_
         cg.flops(graph, B=5, S=3)
 
 
-# each needs a length that four divides: S is S//4*4
+# each needs a length divisible by four: S is S//4*4
 DIVIDED = {
     "view": lambda x: x.view(x.shape[0], x.shape[1] // 4, 4, 7) * 2,
     "rows": lambda x: x.view(x.shape[0] * (x.shape[1] // 4), 28) * 2,
@@ -241,7 +241,7 @@ class Program(nn.Module):
 
 
 @pytest.mark.parametrize("name", DIVIDED)
-def test_a_length_that_a_program_cannot_take_is_refused(name):
+def test_indivisible_lengths_are_refused(name):
     program = Program(DIVIDED[name])
     graph = trace(program, torch.rand(3, 12, 7), dims=[("B", "S", None)])
     with FlopCounterMode(display=False) as counter:
@@ -257,7 +257,7 @@ def test_a_length_that_a_program_cannot_take_is_refused(name):
     lambda n: torch.linspace(0.5, 3, n), lambda n: torch.linspace(2, -1, n, dtype=torch.float32), torch.hann_window,
     lambda n: torch.hann_window(n, periodic=False),
 ])  # fmt: skip
-def test_points_at_equal_distances_are_as_many_as_an_open_size(points):
+def test_linspace_with_an_open_number_of_points(points):
     program = Program(lambda x: x * points(x.shape[1])[:, None])
     graph = trace(program, torch.rand(3, 12, 7), dims=[("B", "S", None)])
     x = torch.rand(5, 17, 7)
@@ -265,7 +265,7 @@ def test_points_at_equal_distances_are_as_many_as_an_open_size(points):
     assert abs(cg.peak_memory(graph, B=5, S=17) - real_peak(lambda: program(x), x)) <= 16
 
 
-def test_a_factor_that_is_made_of_sizes_is_one_at_other_sizes_too():
+def test_size_dependent_factors_follow_the_sizes():
     program = Program(lambda x: (x * x.shape[1] ** -0.5).add(x, alpha=2.5 / (x.shape[1] - 1)) / x.shape[0])
     graph = trace(program, torch.rand(3, 12, 7), dims=[("B", "S", None)])
     x = torch.rand(5, 17, 7)

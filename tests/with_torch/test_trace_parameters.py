@@ -1,4 +1,4 @@
-"""A parameter keeps its identity however a program touches it during a run, or its gradient is refused."""
+"""A parameter keeps its identity whatever a program does to it during a run, or its gradient is refused."""
 
 import copy
 from functools import partial
@@ -15,7 +15,7 @@ from costgraph.torch import trace
 
 
 class Net(nn.Module):
-    """Two layers, of whose second one the parameters are touched in the forward pass."""
+    """Two layers; the forward pass modifies the parameters of the second."""
 
     def __init__(self, touch=None, use=None, prepare=None, square=False):
         super().__init__()
@@ -92,10 +92,10 @@ def doubled(m):
     parametrize.register_parametrization(m.b, "weight", Doubled())
 
 
-#: What makes a module: a trace lends all tensors that its file holds.
+#: Module constructors, because traces share the tensors of their file.
 made = partial(partial, Net)
 
-#: Changes nothing, or what a step is to see: the derived backward pass has the gradients of the traced one.
+#: No change, or one visible to a step: the derived backward pass has the gradients of the traced one.
 SAME = {
     "to the device": made(lambda m, x: m.b.to(x.device)),
     "to the format": made(lambda m, x: m.b.to(x.dtype)),
@@ -163,7 +163,8 @@ X, AXES = torch.zeros(2, 4), [("B", None)]
 
 
 def gradients(net):
-    """Names of parameters with a gradient after a step, on a copy: some programs change their modules for good."""
+    """Return the names of parameters with gradients after a step, on a copy: some programs modify their modules
+    permanently."""
     net = copy.deepcopy(net)
     parameters = dict(net.named_parameters())
     net(torch.randn(2, 4)).backward()
@@ -179,7 +180,7 @@ def step(net):
 
 
 @pytest.mark.parametrize("way", SAME)
-def test_derived_gradients_are_those_of_a_step(way):
+def test_derived_gradients_equal_the_traced_step(way):
     net = SAME[way]()
     derived, traced = cg.backward(trace(net, X, dims=AXES)), step(net)
     assert names(derived) == names(traced) == gradients(net)
@@ -187,21 +188,21 @@ def test_derived_gradients_are_those_of_a_step(way):
 
 
 @pytest.mark.parametrize("way", DERIVED)
-def test_gradients_of_new_leaves_are_traced_and_not_derived(way):
+def test_gradients_of_new_leaves_are_traced_not_derived(way):
     net = DERIVED[way]()
     forward = trace(net, X, dims=AXES)
     assert cg.matmul_flops(forward) > 0
-    with pytest.raises(cg.UnsupportedError, match="while the program runs"):
+    with pytest.raises(cg.UnsupportedError, match="during the run"):
         cg.backward(forward)
     assert names(step(net)) == gradients(net)
 
 
 @pytest.mark.parametrize("way", REFUSED)
-def test_parameters_with_other_data_after_a_run_have_no_gradient(way):
+def test_parameters_with_replaced_data_have_no_gradient(way):
     net = REFUSED[way]()
     forward = trace(net, X, dims=AXES)
     assert cg.matmul_flops(forward) > 0
-    with pytest.raises(cg.UnsupportedError, match="gets other data while the program runs"):
+    with pytest.raises(cg.UnsupportedError, match=r"the data of parameter .* is replaced during the run"):
         cg.backward(forward)
-    with pytest.raises(cg.UnsupportedError, match=r"parameter 'b/weight' gets other data while the program runs"):
+    with pytest.raises(cg.UnsupportedError, match=r"the data of parameter 'b/weight' is replaced during the run"):
         step(net)

@@ -1,4 +1,4 @@
-"""Programs whose kernels or questions a trace has to know: peaks and FLOPs held to real runs, values to torch's."""
+"""Programs with special kernels or queries: peaks and FLOPs against real runs, values against torch's."""
 
 import pytest
 import sympy
@@ -15,7 +15,7 @@ from costgraph import testing
 from costgraph.errors import UnsupportedError
 from costgraph.torch import lower, trace
 
-# what Python's numbers and a transform's plan take in a real run
+# bytes for Python scalars and an FFT plan in a real run
 SLACK = 4096
 
 
@@ -46,7 +46,7 @@ def there_and_back(x):
 
 
 class Strided(nn.Module):
-    """A convolution over a sequence whose numbers for the padding are buffers, as those of EnCodec are."""
+    """A convolution over a sequence with its padding sizes in buffers, like EnCodec's."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ def relative(score, b, h, i, j):
     return score + (i - j)
 
 
-#: A function, the names of its operands' axes, their numbers, and two lots of sizes.
+#: A function, its operands' axis names and dtypes, and two sets of sizes.
 PROGRAMS = {
     "distribution": (lambda x: torch.distributions.Normal(x, x.exp()).log_prob(x), "B 13", {"B": (101, 211)}),
     "categorical": (lambda x: torch.distributions.Categorical(logits=x).entropy(), "B 13", {"B": (101, 211)}),
@@ -129,35 +129,35 @@ PROGRAMS = {
 
 
 def given(axes, sizes):
-    """Return the operands, and the names of their axes."""
+    """Return the operands and the names of their axes."""
     rows = [operand.split() for operand in axes.split(";")]
     torch.manual_seed(0)
     tensors = [torch.rand([int(sizes.get(n, n)) for n in row]) for row in rows]
     return tensors, [[None if n.isdigit() else n for n in row] for row in rows]
 
 
-def test_numbers_in_buffers_are_known():
-    """What a program asks of them is answered, and no size depends on it."""
+def test_buffer_values_are_known():
+    """Queries of buffers are answered, and no size depends on them."""
     g = trace(Strided(), torch.rand(3, 61, 13), dims=[("B", "S", None)])
     for B, S in ((3, 61), (5, 48)):
         peak, flops = differences(g, Strided(), [torch.rand(B, S, 13)], B=B, S=S)
         assert abs(peak) <= SLACK
         assert flops == 0
     B, S = cg.dims("B S")
-    half = sympy.floor((S + 6) / 2)  # S + 5 positions, of which every second one is taken
+    half = sympy.floor((S + 6) / 2)  # every second one of S + 5 positions
     assert sympy.simplify(cg.flops(g) - 13 * B * (S + 5 + half)) == 0
 
 
 class Asked(nn.Module):
-    """A model of transformers that is given pictures beside its text."""
+    """A transformers model with image and text inputs."""
 
     def __init__(self, model, result):
         super().__init__()
         self.model, self.result = model, result
 
     def forward(self, ids, pixels):
-        made = self.model(input_ids=ids, pixel_values=pixels, return_dict=True)
-        return getattr(made, self.result)
+        outputs = self.model(input_ids=ids, pixel_values=pixels, return_dict=True)
+        return getattr(outputs, self.result)
 
 
 def small(**more):
@@ -187,8 +187,8 @@ def group_vit(transformers):
 
 @pytest.mark.long
 @pytest.mark.parametrize("make", [pali_gemma, group_vit])
-def test_models_that_put_pictures_into_text(make):
-    """`masked_scatter` of features into the places of their tokens, and the checks that its caller asks of data."""
+def test_multimodal_models_match_real_runs(make):
+    """`masked_scatter` writes image features to their tokens' positions, with its caller's data checks."""
     module = make(pytest.importorskip("transformers")).eval()
 
     def inputs(B, S):
@@ -216,13 +216,13 @@ def test_programs(name):
         assert flops == DIFFERENT.get(name, lambda **_: 0)(**size)
 
 
-#: What torch's counter says more than there is: it takes a complex product for a real one, and does not look into pinv.
+#: Excess of torch's counter: it counts a complex matmul as a real one, and skips pinv.
 DIFFERENT = {"complex product": lambda B: -6 * B * B * 63, "pinv": lambda: -2 * 11 * 7 * 7}
 
 
 @pytest.mark.parametrize("score", [None, relative])
-def test_flexible_attention_is_what_its_eager_kernel_does(score, monkeypatch):
-    # torch's own switch: a real run compiles it to look at it, and then runs the same kernel
+def test_flex_attention_matches_its_eager_kernel(score, monkeypatch):
+    # torch's own switch: a real run would compile the kernel, and then run the same one
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     module = Program(lambda q: flex_attention.flex_attention(q, q, q, score_mod=score))
     g = trace(module, torch.rand(3, 2, 17, 8), dims=[("B", None, "S", None)])
@@ -232,7 +232,7 @@ def test_flexible_attention_is_what_its_eager_kernel_does(score, monkeypatch):
     assert abs(real_peak(lambda: module(q), q) - cg.peak_memory(g, B=2, S=29)) <= SLACK
 
 
-def test_its_gradients_are_refused_as_torch_does():
+def test_flex_attention_gradients_are_refused():
     module = Program(lambda q: flex_attention.flex_attention(q, q, q).sum())
     with pytest.raises(UnsupportedError, match="FlexAttention does not support backward on CPU"):
         trace(module, torch.rand(3, 2, 17, 8, requires_grad=True), train=True)
@@ -247,21 +247,19 @@ def test_its_gradients_are_refused_as_torch_does():
         lambda x: torch.ops.higher_order.while_loop(lambda x: x.sum() > 0, lambda x: (x - 1,), (x,), ())[0],
     ],
 )
-def test_a_way_that_values_choose_is_refused_by_its_line(function):
-    with pytest.raises(
-        UnsupportedError, match=r"test_trace_programs.py:\d+, in .*the values of a tensor choose the way"
-    ):
+def test_data_dependent_branch_is_refused_with_its_line(function):
+    with pytest.raises(UnsupportedError, match=r"test_trace_programs.py:\d+, in .*branches on the values of a tensor"):
         trace(Program(function), torch.rand(3, 5), dims=[("B", None)])
 
 
-def test_values_are_torchs():
+def test_lowered_programs_equal_torchs_values():
     for name in ("stft", "istft", "three operands", "fft2", "fold", "conj", "triangular", "masked_scatter"):
         function, axes, sizes = PROGRAMS[name]
         first = {n: v[0] for n, v in sizes.items()}
         operands, names = given(axes, first)
         module = Program(function)
-        made = lower(trace(module, *operands, dims=names), **first)(*operands)
-        torch.testing.assert_close(made, module(*operands))
+        result = lower(trace(module, *operands, dims=names), **first)(*operands)
+        torch.testing.assert_close(result, module(*operands))
 
 
 class Net(nn.Module):
@@ -275,7 +273,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("name", ["ASGD", "Adafactor"])
-def test_optimizers_that_ask_for_numbers(name, foreach):
+def test_optimizers_with_scalar_queries_match_real_steps(name, foreach):
     def make(parameters):
         return getattr(torch.optim, name)(parameters, foreach=foreach)
 
@@ -283,33 +281,33 @@ def test_optimizers_that_ask_for_numbers(name, foreach):
     g = trace(module, torch.rand(5, 7), dims=[("B", None)], train=True, optimizer=make)
     peak, flops = differences(g, module, [torch.rand(13, 7)], make(module.parameters()), B=13)
     assert flops == 0
-    assert abs(peak) <= 16  # numbers of Python
+    assert abs(peak) <= 16  # Python scalars
 
 
-#: What one element costs: products and sums of the parts of each number.
+#: FLOPs per element: products and sums of the real and imaginary parts.
 COMPLEX = {
     "add": (torch.add, 2, 0),
     "mul": (torch.mul, 6, 0),  # four products, two sums
-    "div": (torch.div, 11, 0),  # by the conjugate, and both parts by the square of the modulus
+    "div": (torch.div, 11, 0),  # by the conjugate, and both parts by the squared modulus
     "abs": (lambda a, b: a.abs(), 3, 1),
     "exp": (lambda a, b: a.exp(), 2, 3),
     "sum": (lambda a, b: a.sum(), 2, 0),
     "square": (lambda a, b: a**2, 6, 0),
-    "mm": (lambda a, b: a @ b.T, 8 * 5, 0),  # a row of 7 by five rows
-    "conj": (lambda a, b: a.conj().resolve_conj(), 0, 0),  # a copy, as of all numbers
+    "mm": (lambda a, b: a @ b.T, 8 * 5, 0),  # a 7-element row times five rows
+    "conj": (lambda a, b: a.conj().resolve_conj(), 0, 0),  # a copy
 }
 
 
 @pytest.mark.parametrize("name", COMPLEX)
-def test_arithmetic_of_complex_numbers(name):
+def test_complex_arithmetic_flops(name):
     function, flops, transcendental = COMPLEX[name]
     a, b = (torch.rand(5, 7, dtype=torch.complex64) for _ in "ab")
     g = trace(Program(function), a, b, dims=[("B", None)] * 2)
-    found = cg.costs(g, B=5).total()
-    assert (found.matmul + found.pointwise, found.transcendental) == (flops * 35, transcendental * 35)
+    total = cg.costs(g, B=5).total()
+    assert (total.matmul + total.pointwise, total.transcendental) == (flops * 35, transcendental * 35)
 
 
-def test_declared_elements_cost_the_same():
+def test_declared_complex_ops_cost_the_same():
     B, D = cg.dims("B D")
     with cg.Graph("g") as g:
         x, y = (g.input(n, (B, D), dtype="complex64") for n in "xy")
@@ -319,23 +317,21 @@ def test_declared_elements_cost_the_same():
     assert cg.bytes_moved(g) == B * D * (8 * (2 + 1) + 8 + 4)
 
 
-def test_what_has_no_rule_for_complex_numbers_is_refused():
+def test_complex_ops_without_rule_are_refused():
     text = r"test_trace_programs.py.*aten::tanh.default: complex numbers, of which no rule says what they cost"
     with pytest.raises(UnsupportedError, match=text):
         trace(Program(torch.tanh), torch.rand(3, 5, dtype=torch.complex64))
     with cg.Graph("g") as g:
         x = g.input("x", (3, 5), dtype="complex64")
-        with pytest.raises(
-            UnsupportedError, match=r"max of complex numbers: no rule says what it costs, expected a sum"
-        ):
+        with pytest.raises(UnsupportedError, match=r"max of complex numbers has no cost rule, expected a sum"):
             cg.reduce(x, "a b -> a", "max")
-        with pytest.raises(UnsupportedError, match="tanh of complex numbers: no rule says what it costs"):
+        with pytest.raises(UnsupportedError, match="tanh of complex numbers has no cost rule"):
             cg.tanh(x)
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 64, 101])
-def test_a_transform_is_five_for_each_point_and_stage(n):
-    """FFTW's convention, https://www.fftw.org/speed/: 5*N*log2(N), half of it for real numbers; stages are whole."""
+def test_fft_counts_five_flops_per_point_and_stage(n):
+    """FFTW's convention, https://www.fftw.org/speed/: 5*N*log2(N), half for real inputs; stages are rounded up."""
     stages = 0
     while 2**stages < n:
         stages += 1
@@ -352,7 +348,7 @@ def test_a_transform_is_five_for_each_point_and_stage(n):
         lambda x: (x * 2)[4:].as_strided((4, 5), (5, 1), 0).exp(),
     ],
 )
-def test_what_is_read_beyond_a_slice_is_what_the_laws_count(function):
+def test_reads_beyond_a_slice_keep_the_laws(function):
     class Beyond(nn.Module):
         def forward(self, x):
             return function(x)
@@ -363,7 +359,7 @@ def test_what_is_read_beyond_a_slice_is_what_the_laws_count(function):
     testing.check(g)
 
 
-def test_the_encoder_of_encodec_is_traced_with_its_length_as_a_number():
+def test_encodec_encoder_is_traced_at_a_fixed_length():
     transformers = pytest.importorskip("transformers")
     config = transformers.EncodecConfig(
         num_filters=4, hidden_size=8, codebook_size=16, codebook_dim=8, upsampling_ratios=[4, 2], num_lstm_layers=1
@@ -372,8 +368,10 @@ def test_the_encoder_of_encodec_is_traced_with_its_length_as_a_number():
     g = trace(encoder, x, dims=[("B", None, None)])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         encoder(x)
-    # torch's counter passes over an LSTM: 12 steps of 2 rows, four gates of 16 of an input and a state of 16
+    # torch's counter skips LSTMs: 12 steps with 2 rows, four gates of width 16 for input and state
     assert cg.matmul_flops(g, count="full", B=2) == counter.get_total_flops() + 2 * 2 * 12 * 4 * 16 * (16 + 16)
-    # what is padded is a tensor of its length, compared with that
-    with pytest.raises(UnsupportedError, match=r"in _pad1d, 'if length <= max_pad:': turns the size T into the number"):
+    # the padding depends on the length of a tensor
+    with pytest.raises(
+        UnsupportedError, match=r"in _pad1d, 'if length <= max_pad:': converts the size T to the number"
+    ):
         trace(encoder, x, dims=[("B", None, "T")])

@@ -1,4 +1,4 @@
-"""The library's own backward pass of a traced forward one, run: its numbers are autograd's, whatever was called."""
+"""The library's own backward pass of a traced forward pass, executed: its values are autograd's, whatever the calls."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from costgraph.torch import lower, trace
 
 
 class Net(nn.Module):
-    """Functions of what a layer makes, their results added up."""
+    """Sums functions applied to a layer's output."""
 
     def __init__(self, before, functions):
         super().__init__()
@@ -33,21 +33,21 @@ class Called(nn.Module):
 
 
 def zero(layer):
-    """Return a layer that makes nothing but zeros, whatever it is given."""
+    """Return a layer with zero output for any input."""
     for p in layer.parameters():
         nn.init.zeros_(p)
     return layer
 
 
 def scaled(x):
-    """Return rows in a scale that is no matter of the gradient."""
+    """Return rows scaled by a detached factor."""
     with torch.no_grad():
         scale = (x * x).sum(-1, keepdim=True)
     return x / (1 + scale)
 
 
 def switched(x):
-    """Return rows in a scale that is no matter of the gradient, as code with switches does that are no blocks."""
+    """Return rows scaled by a factor computed with gradients switched off by function calls instead of blocks."""
     torch.set_grad_enabled(False)
     scale = (x * x).sum(-1, keepdim=True)
     torch.set_grad_enabled(True)
@@ -56,26 +56,26 @@ def switched(x):
 
 @torch.set_grad_enabled(False)
 def shifted(x):
-    """Return a part that is no matter of the gradient, and one inside of it that is."""
+    """Return a tensor computed without gradients, with a nested part that has them."""
     with torch.enable_grad():
         part = x.sin()
     return part * (x * x).exp()
 
 
 def inferred(x):
-    """Return a product with what is inferred."""
+    """Return a product with a tensor from inference mode."""
     with torch.inference_mode():
         seen = x.cos()
     return x * seen.clone()
 
 
 def recomputed(x):
-    """Return what is computed again, by torch's older way, which has a block without gradients in it."""
+    """Return a checkpointed result, by torch's reentrant variant, which contains a no_grad block."""
     return checkpoint(lambda y: y.sin() * y.cos().detach(), x, use_reentrant=True, preserve_rng_state=False)
 
 
 class Doubled(torch.autograd.Function):
-    """States a gradient that is twice as large as it is."""
+    """States a gradient that is twice the true one."""
 
     @staticmethod
     def forward(ctx, x):
@@ -87,14 +87,14 @@ class Doubled(torch.autograd.Function):
 
 
 def written(x, places, values):
-    """Return a copy in which some places have been written."""
+    """Return a copy with some elements overwritten."""
     y = x * 1
     y[places] = values
     return y
 
 
 def gated(x):
-    """Return a copy, one half of which has been multiplied by the other one, and by itself."""
+    """Return a copy with one half multiplied by the other, and by itself."""
     y = x * 1
     y[:, :3].mul_(x[:, 3:])
     y[:, :3].square_()
@@ -102,7 +102,7 @@ def gated(x):
 
 
 def numbered(x):
-    """Return a copy, some of whose columns are numbers."""
+    """Return a copy with some columns set to constants."""
     y = x * 1
     y[:, 1], y[:, 2:4] = 2.0, 3
     y[:, 5].zero_()
@@ -110,19 +110,19 @@ def numbered(x):
 
 
 def drawn(x):
-    """Return a copy, one of whose columns is drawn."""
+    """Return a copy with one random column."""
     y = x * 1
     y[:, 1].uniform_(0.5, 0.5)
     return y
 
 
 def padded(x):
-    """Return rows of a table that is made, one of which has no gradient."""
+    """Return rows of a computed table with a padding row, which has no gradient."""
     return functional.embedding(3 - torch.arange(4).view(2, 2), x, padding_idx=2)
 
 
 def picked():
-    """Return two places, the second of them first."""
+    """Return two positions in reverse order."""
     return 3 - torch.arange(2)
 
 
@@ -131,7 +131,7 @@ INSIDE = {"padding": 1, "count_include_pad": False}
 
 
 def cases():
-    """A layer, its input, and functions of what it makes: made anew, as a trace lends all tensors of its file."""
+    """Return a layer, its input, and functions on its output; new ones, as traces share all tensors in their file."""
     return {
     "angles": (nn.Linear(6, 6), ROWS, [
         torch.tan, torch.atan, lambda x: (0.9 * x.tanh()).acos(), lambda x: (0.9 * x.tanh()).asin(),
@@ -266,7 +266,7 @@ def cases():
 }  # fmt: skip
 
 
-#: Those of which a step that torch runs counts as many FLOPs.
+#: Cases with as many FLOPs as a step that torch runs.
 AS_MANY = {
     "bends with numbers of their own", "shares of sums", "other functions", "bounds that are met", "gates", "norms",
     "norms of nothing", "orders", "powers", "rows", "softmax of hidden rows", "turned", "variances",
@@ -275,11 +275,11 @@ AS_MANY = {
 
 
 def pulled(g, net, x):
-    """Return the graph with its backward pass, whose numbers have been held against autograd's."""
-    made = cg.backward(g)
-    with made:
-        made.outputs.extend(made.gradients.values())
-    low = lower(made)
+    """Return the graph with its backward pass, after a comparison of its values with autograd's."""
+    derived = cg.backward(g)
+    with derived:
+        derived.outputs.extend(derived.gradients.values())
+    low = lower(derived)
     low.load_state_dict(net.state_dict(), strict=False)
     with torch.no_grad():
         loss, *gradients = low(x)
@@ -287,30 +287,30 @@ def pulled(g, net, x):
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     wanted = {n.replace(".", "/"): p.grad for n, p in net.named_parameters()}
-    assert {t.name for t in made.gradients} == wanted.keys()
-    for t, gradient in zip(made.gradients, gradients, strict=True):
+    assert {t.name for t in derived.gradients} == wanted.keys()
+    for t, gradient in zip(derived.gradients, gradients, strict=True):
         torch.testing.assert_close(gradient, wanted[t.name], rtol=1e-4, atol=1e-5)
-    return made
+    return derived
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # which a checkpoint is right to say
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # correct for a checkpoint
 @pytest.mark.parametrize("name", list(cases()))
-def test_gradients_of_a_traced_forward_pass_are_those_of_autograd(name):
+def test_derived_gradients_of_a_trace_equal_autograd(name):
     before, sizes, functions = cases()[name]
     torch.manual_seed(3)
     net, x = Net(before, functions), torch.randn(sizes)
     g = trace(net, x)
     assert not [op.name for op in g.walk() if op.kind.name == "foreign"]
-    made = pulled(g, net, x)
+    derived = pulled(g, net, x)
     net.zero_grad()
     seen = trace(net, x, train=True)
-    assert cg.matmul_flops(made, count="full") == cg.matmul_flops(seen, count="full")
+    assert cg.matmul_flops(derived, count="full") == cg.matmul_flops(seen, count="full")
     if name in AS_MANY:
-        assert cg.flops(made) == cg.flops(seen)
+        assert cg.flops(derived) == cg.flops(seen)
 
 
 class Parts(nn.Module):
-    """Writes parts of tensors, as DeepSeek's heads are put together, and reads them whole."""
+    """Writes slices of tensors, as DeepSeek does for heads, and reads them whole."""
 
     def __init__(self):
         super().__init__()
@@ -330,15 +330,15 @@ class Parts(nn.Module):
         return (heads.sin() * heads + rows.cos() + every.sin()).mean()
 
 
-def test_a_tensor_is_read_whole_after_parts_of_it_were_written(tmp_path):
+def test_tensors_written_in_slices_are_read_whole(tmp_path):
     torch.manual_seed(3)
     net, x = Parts(), torch.randn(5, 4, 6)
     g = trace(net, x)
     assert not [op.name for op in g.walk() if op.kind.name == "foreign"]
     cg.save(g, tmp_path / "parts.json")
     assert cg.peak_memory(cg.load(tmp_path / "parts.json")) == cg.peak_memory(g)
-    made = pulled(g, net, x)
-    assert cg.matmul_flops(made) == cg.matmul_flops(trace(net, x, train=True))
+    derived = pulled(g, net, x)
+    assert cg.matmul_flops(derived) == cg.matmul_flops(trace(net, x, train=True))
     named = trace(net, x, dims=[("B", None, None)])
     assert cg.bytes_moved(cg.apply_precision(named, "bf16")) == cg.bytes_moved(
         trace(net.bfloat16(), x.bfloat16(), dims=[("B", None, None)])
@@ -346,7 +346,7 @@ def test_a_tensor_is_read_whole_after_parts_of_it_were_written(tmp_path):
 
 
 class Beside(nn.Module):
-    """Two halves that are named before either is written: neither is a part of the other."""
+    """Two halves named before either is written: neither aliases the other."""
 
     def __init__(self):
         super().__init__()
@@ -360,7 +360,7 @@ class Beside(nn.Module):
         return (low * high).mean() + y.cos().mean()
 
 
-def test_what_lies_beside_a_written_part_is_no_part_of_it():
+def test_writes_do_not_alias_adjacent_slices():
     torch.manual_seed(3)
     net, x = Beside(), torch.randn(5, 6)
     g = trace(net, x, dims=[("B", None)])
@@ -369,11 +369,9 @@ def test_what_lies_beside_a_written_part_is_no_part_of_it():
     torch.testing.assert_close(low(x), net(x))
 
 
-def test_a_gradient_that_the_program_states_is_not_made_up():
-    """What it is nobody sees in a forward pass; where none comes, or none passes, nothing is asked of it."""
-    refused = (
-        "backward: 'Doubled' of graph 'Net' has the gradient that Doubled of the program states, expected declared"
-    )
+def test_custom_autograd_functions_are_refused_in_backward():
+    """A forward pass does not reveal it; there is no error if no gradient arrives, or none passes."""
+    refused = "backward: 'Doubled' of graph 'Net' has a gradient that Doubled of the program defines, expected declared"
     g = trace(Net(nn.Linear(6, 6), [Doubled.apply]), torch.zeros(ROWS))
     with pytest.raises(cg.UnsupportedError, match=refused):
         cg.backward(g)
@@ -390,7 +388,7 @@ def test_a_gradient_that_the_program_states_is_not_made_up():
 
 
 class Cell(nn.Module):
-    """Three steps of a cell, whose gates are written in place beside each other."""
+    """Three steps of a cell with gates written in place into adjacent slices."""
 
     def __init__(self, kind):
         super().__init__()
@@ -405,19 +403,19 @@ class Cell(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
-def test_gates_that_are_written_beside_each_other_have_the_gradients_and_flops_of_a_step(kind):
+def test_in_place_gates_match_a_traced_step(kind):
     torch.manual_seed(3)
     net, x = Cell(kind), torch.randn(3, 5)
-    made = pulled(trace(net, x), net, x)
+    derived = pulled(trace(net, x), net, x)
     net.zero_grad()
-    assert cg.flops(made) == cg.flops(trace(net, x, train=True))
+    assert cg.flops(derived) == cg.flops(trace(net, x, train=True))
     named = trace(net, x, dims=[("B", None)])
     assert not [op.name for op in named.walk() if op.kind.name == "foreign"]
-    assert cg.flops(cg.backward(named), B=3) == cg.flops(made)
+    assert cg.flops(cg.backward(named), B=3) == cg.flops(derived)
 
 
 class Largest(nn.Module):
-    """Maxima along an axis that is not the last, whose gradients are written into places of zeros."""
+    """Maxima along an axis other than the last, whose gradients are scattered into zeros."""
 
     def __init__(self):
         super().__init__()
@@ -430,7 +428,7 @@ class Largest(nn.Module):
 
 
 class Rendered(nn.Module):
-    """Weights of points along rays by the light that comes through, both ways, as NeRF renders them."""
+    """Weights of points along rays by transmittance, in both directions, as in NeRF."""
 
     def __init__(self):
         super().__init__()
@@ -443,7 +441,7 @@ class Rendered(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "length"), [(Largest, 13), (Rendered, 113)])
-def test_places_and_products_along_an_open_axis_that_is_not_the_last_go_back_as_in_a_step_of_torch(kind, length):
+def test_gradients_along_an_open_inner_axis_match_a_step(kind, length):
     net = kind()
     step = trace(net, torch.zeros(3, 11, 5), dims=[("B", "S", None)], train=True, optimizer=adamw)
     peak, flops = differences(step, net, [torch.randn(2, length, 5)], adamw(net.parameters()), B=2, S=length)
@@ -452,7 +450,7 @@ def test_places_and_products_along_an_open_axis_that_is_not_the_last_go_back_as_
 
 
 class Shifted(nn.Module):
-    """As many positions from the end as there were, behind some that stand before them."""
+    """Indexes from the end by an open size, after some leading positions."""
 
     def __init__(self):
         super().__init__()
@@ -464,7 +462,7 @@ class Shifted(nn.Module):
         return (before[:, -x.shape[1] :].sin() * before[:, : x.shape[1]]).mean()
 
 
-def test_places_from_the_end_by_a_size_that_is_open_are_those_of_a_step():
+def test_open_indexes_from_the_end_match_a_step():
     net = Shifted()
     step = trace(net, torch.zeros(3, 11, 5), dims=[("B", "S", None)], train=True, optimizer=adamw)
     x = torch.randn(2, 13, 5)
@@ -473,19 +471,19 @@ def test_places_from_the_end_by_a_size_that_is_open_are_those_of_a_step():
     assert abs(peak) < 100
 
 
-def test_a_bend_by_a_size_has_no_gradient_that_is_made_up():
-    """Its slope is another one at each size, and stands in no function of the library."""
+def test_size_dependent_slope_has_no_derived_gradient():
+    """Its slope differs at each size and has no library function."""
     net = Net(nn.Linear(6, 6), [lambda x: functional.leaky_relu(x, 1 / x.shape[0])])
     g = trace(net, torch.zeros(ROWS), dims=[("N", None)])
     low, x = lower(g, N=5), torch.randn(5, 6)
     low.load_state_dict(net.state_dict(), strict=False)
     torch.testing.assert_close(low(x), net(x))
-    with pytest.raises(cg.UnsupportedError, match=r"gradient of function 'leaky_relu_negative_slope_.*' is not stated"):
+    with pytest.raises(cg.UnsupportedError, match=r"function 'leaky_relu_negative_slope_.*' declares no gradient"):
         cg.backward(g)
 
 
-def test_running_products_of_a_block_with_gradients_have_that_of_torch():
-    """What stands for torch's own function is no function of the program."""
+def test_cumprod_in_enable_grad_equals_autograd():
+    """The stand-in of torch's function is not attributed to the program."""
 
     def inside(x):
         with torch.enable_grad():
@@ -496,26 +494,26 @@ def test_running_products_of_a_block_with_gradients_have_that_of_torch():
 
 
 @pytest.mark.parametrize("function", [torch.square, torch.cos, torch.erf, lambda x: (x * x + 1) ** -2])
-def test_what_a_formula_makes_on_the_way_lives_to_its_end_as_in_cpp(function):
+def test_backward_temporaries_live_like_in_autograd(function):
     net, x = Net(nn.Linear(6, 67), [lambda x: function(x).mean()]), torch.zeros(5, 6)
-    made = cg.backward(trace(net, x, dims=[("B", None)]))
+    derived = cg.backward(trace(net, x, dims=[("B", None)]))
     seen = trace(net, x, dims=[("B", None)], train=True)
-    assert abs(cg.peak_memory(made, B=71) - cg.peak_memory(seen, B=71)) < 100
+    assert abs(cg.peak_memory(derived, B=71) - cg.peak_memory(seen, B=71)) < 100
 
 
-def test_numbers_of_the_program_are_in_a_lowered_graph():
+def test_tensor_literals_are_kept_in_the_lowered_graph():
     net = Net(nn.Linear(6, 6), [lambda x: x * torch.tensor([2.0, 3, 5, 7, 11, 13])])
     x = torch.randn(ROWS)
     pulled(trace(net, x), net, x)
 
 
-def test_a_part_that_is_drawn_has_no_gradient():
+def test_random_columns_have_no_gradient():
     net, x = Net(nn.Linear(6, 6), [drawn]), torch.randn(ROWS)
     pulled(trace(net, x), net, x)
 
 
 class Bounded(nn.Module):
-    """Weights and states that are written where no gradient is told of it: theirs are as if nothing had been."""
+    """Weights and states that are modified in place without autograd's knowledge: gradients pass unchanged."""
 
     def __init__(self):
         super().__init__()
@@ -537,7 +535,7 @@ class Bounded(nn.Module):
         return z.sin().mean() + (self.layer(x) * self.mean).mean()
 
 
-def test_what_is_written_where_no_gradient_is_told_of_it_passes_gradients_as_they_are():
+def test_no_grad_writes_leave_gradients_unchanged():
     torch.manual_seed(3)
     net, x = Bounded(), torch.randn(5, 6)
     before = {k: v.clone() for k, v in net.state_dict().items()}
@@ -553,7 +551,7 @@ def test_what_is_written_where_no_gradient_is_told_of_it_passes_gradients_as_the
 
 
 class Coded(nn.Module):
-    """An image, and what is made again of the nearest of a few codes for each place of it."""
+    """A vector-quantized autoencoder: each position of an image is replaced by the nearest code and decoded."""
 
     def __init__(self):
         super().__init__()
@@ -561,11 +559,11 @@ class Coded(nn.Module):
 
     def forward(self, x):
         y = self.down(x).permute(0, 2, 3, 1)
-        found = self.codes((y.reshape(-1, 5) @ self.codes.weight.T).argmin(1)).view(y.shape)
-        return functional.mse_loss(self.up(found.permute(0, 3, 1, 2)), x) + functional.mse_loss(found, y.detach())
+        codes = self.codes((y.reshape(-1, 5) @ self.codes.weight.T).argmin(1)).view(y.shape)
+        return functional.mse_loss(self.up(codes.permute(0, 3, 1, 2)), x) + functional.mse_loss(codes, y.detach())
 
 
-def test_losses_of_sizes_that_are_one_for_all_that_can_be_bound_are_declared():
+def test_losses_of_always_equal_sizes_are_declared():
     net, x = Coded(), torch.randn(2, 3, 8, 12)
     g = trace(net, x, dims=[("B", None, "H", "W")])
     assert not [op.name for op in g.walk() if op.kind.name == "foreign"]

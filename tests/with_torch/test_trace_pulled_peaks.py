@@ -1,4 +1,4 @@
-"""Peaks of the library's own backward pass of a traced forward one: those of a real run of torch's."""
+"""Peaks in the library's own backward pass for a traced forward pass, against a real torch run."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from costgraph.torch import trace
 
 
 class Beside(nn.Module):
-    """Rows, and a parameter that lies in no layer."""
+    """Rows, and a parameter outside of all layers."""
 
     def __init__(self, function):
         super().__init__()
@@ -22,26 +22,26 @@ class Beside(nn.Module):
 
 
 def windows(x, w):
-    """Return rows in windows whose weights get no gradient."""
+    """Return windowed rows whose weights get no gradient."""
     weights = torch.ones(1, 1, 3)
     x = functional.conv1d((x * w)[:, None].sin() + 1, weights, padding=1)
     return functional.conv1d(x.sin() * w + 2, weights, padding=1)
 
 
 def attention(x, w):
-    """Return rows that attend to each other, as queries, keys and values."""
+    """Return self-attention over rows."""
     x = x[None, None]
     return functional.scaled_dot_product_attention(x, x, x)
 
 
 def written(x, w):
-    """Return rows to a part of which the same part was added."""
+    """Return rows with a slice added to itself in place."""
     y = x.clone()
     y[:, 1:].add_(x[:, 1:])
     return y
 
 
-#: What torch keeps, or makes on the way, that a formula does not ask for.
+#: Tensors that torch saves or creates although the formula does not need them.
 def without_autograd(x, w):
     y = x * w
     x = y.exp().cos()
@@ -75,19 +75,19 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_what_torch_keeps_or_makes_beside_a_formula_is_in_the_peak(name):
+def test_extra_saved_tensors_of_torch_are_in_the_peak(name):
     net, x = Beside(BESIDE[name]), torch.randn(71, 6)
-    made = cg.backward(trace(net, torch.zeros(5, 6), dims=[("B", None)]))
-    if BESIDE[name] in (windows, attention):  # a run of these has workspaces of a library, or of threads
+    derived = cg.backward(trace(net, torch.zeros(5, 6), dims=[("B", None)]))
+    if BESIDE[name] in (windows, attention):  # these runs have library or thread workspaces
         real = cg.peak_memory(trace(net, x, train=True))
     else:
         real = real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x)
-    assert abs(cg.peak_memory(made, B=71) - real) < 100
+    assert abs(cg.peak_memory(derived, B=71) - real) < 100
 
 
 @pytest.mark.parametrize("uses", [2, 3])
-def test_a_gradient_that_is_a_view_is_not_added_to_in_place(uses):
-    """Torch makes another one, which it adds to from then on."""
+def test_view_gradients_accumulate_out_of_place(uses):
+    """torch makes a new one, and accumulates into it afterwards."""
 
     class Shared(nn.Module):
         def __init__(self):
@@ -100,26 +100,27 @@ def test_a_gradient_that_is_a_view_is_not_added_to_in_place(uses):
             return x.mean()
 
     net, x = Shared(), torch.randn(5, 67)
-    made = cg.backward(trace(net, x))
+    derived = cg.backward(trace(net, x))
     assert (
-        abs(cg.peak_memory(made) - real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x)) < 100
+        abs(cg.peak_memory(derived) - real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x))
+        < 100
     )
 
 
 @pytest.mark.parametrize("function", [lambda x, w: (x * w).amax(1), lambda x, w: (x * w).amin(0, keepdim=True)])
-def test_a_maximum_shares_its_gradient_among_what_is_as_large_before_it_is_spread(function):
-    made, seen = (
+def test_maximum_gradient_is_divided_among_ties(function):
+    forward, seen = (
         trace(Beside(function), torch.zeros(5, 6), dims=[("B", None)], train=train) for train in (False, True)
     )
-    assert cg.flops(cg.backward(made)) == cg.flops(seen)
+    assert cg.flops(cg.backward(forward)) == cg.flops(seen)
 
 
 LOSSES = ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "soft_margin_loss", "l1_loss"]
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_losses_make_of_each_element_is_in_the_peak(name):
-    """Some of them even have a result of as many elements before it is one."""
+def test_elementwise_temporaries_of_losses_are_in_the_peak(name):
+    """Some of them have an elementwise result before the reduction."""
 
     class Loss(nn.Module):
         def __init__(self):
@@ -128,7 +129,7 @@ def test_what_losses_make_of_each_element_is_in_the_peak(name):
 
         def forward(self, x):
             y = self.layer(x)
-            return getattr(functional, name)(y, y.detach() * 2) * 1  # gives the storage of the loss back
+            return getattr(functional, name)(y, y.detach() * 2) * 1  # frees the loss storage
 
     net, x = Loss(), torch.randn(71, 6)
     forward, step = (trace(net, torch.zeros(5, 6), dims=[("B", None)], train=train) for train in (False, True))

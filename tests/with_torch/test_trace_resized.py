@@ -1,4 +1,4 @@
-"""Models that take an image or a sequence apart and put it together: sizes that meet again are one size."""
+"""Models that split an image or a sequence and reassemble it: equal sizes are recognized as equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small modules, traced and run: the peak is the allocator's, matmul FLOPs are those of torch's counter."""
+"""Small modules, traced and run: peaks against the allocator, matmul FLOPs against torch's counter."""
 
 from functools import reduce
 
@@ -14,12 +14,13 @@ import costgraph as cg
 from costgraph.torch import lower, trace
 
 B, S, D, H = 7, 31, 52, 4
-#: Scalars, statistics of a channel, masks that a program holds: every other tensor here is far larger.
+#: Bytes of scalars, channel statistics and masks; every other tensor here is far larger.
 NEAR = 4096
 
 
 class Program(nn.Module):
-    """A function of tensors and of modules; with `train` a scalar, whose gradients are dropped after each run."""
+    """A function of tensors and modules; with `train` its result is a scalar, and gradients are dropped after each
+    run."""
 
     def __init__(self, function, *modules):
         super().__init__()
@@ -42,8 +43,8 @@ def rand(*sizes, grad=False):
     return torch.randn(sizes).requires_grad_(grad)
 
 
-def missing(module, inputs, train=False):
-    """Bytes of the real run's peak that the trace does not have."""
+def peak_error(module, inputs, train=False):
+    """Return the bytes by which the real peak exceeds the trace's."""
     module.train(train)
     if not train:
         return real_peak(stepper(module, inputs), *held_by(module, inputs)) - cg.peak_memory(trace(module, *inputs))
@@ -58,7 +59,7 @@ def missing(module, inputs, train=False):
     return real_peak(step, *held_by(module, inputs)) - cg.peak_memory(graph)
 
 
-# -- layers that torch runs as one op in inference ------------------------------------------------------------------
+# -- layers with a fused inference op ----------------------------------------------------------------------------------
 
 HIDDEN = torch.arange(S).expand(B, S) > 23
 CAUSAL = torch.ones(S, S).triu(1).bool()
@@ -116,12 +117,12 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_layers_that_run_as_one_op(name):
+def test_fused_layers_match_the_allocator(name):
     module, *masks = WHOLE[name]()
-    assert abs(missing(module, (rand(B, S, D), *masks))) <= NEAR
+    assert abs(peak_error(module, (rand(B, S, D), *masks))) <= NEAR
 
 
-def test_a_layer_that_runs_as_one_op_makes_the_numbers_of_its_parts_and_their_products():
+def test_fused_layer_matches_its_decomposition():
     module, x = layer().eval(), rand(B, S, D)
     g = trace(module, x, dims=[("B", "S", None)])
     run = lower(g, B=B, S=S)
@@ -129,7 +130,7 @@ def test_a_layer_that_runs_as_one_op_makes_the_numbers_of_its_parts_and_their_pr
     with torch.no_grad():
         torch.testing.assert_close(run(x), module(x))
     b, s = cg.dims("B S")
-    # four projections, two products of attention, two of the layers behind it
+    # four projections, two attention matmuls, two MLP matmuls
     assert cg.matmul_flops(g) == 2 * (4 * D * D + 2 * D * 97) * b * s + 2 * 2 * D * b * s**2
     assert differences(g, module, (x,), B=B, S=S)[0] == 0
 
@@ -151,11 +152,11 @@ RECURRENT = {
     "GRU of two layers, both ways": lambda: nn.GRU(D, 23, 2, bidirectional=True, dropout=0.5),
     "RNN": lambda: nn.RNN(D, 61),
 }
-# kernels of oneDNN, and with them the blocks that weights are packed into, are chosen by what the processor has
+# the CPU's instruction set determines oneDNN's kernels, and with them the blocks of packed weights
 AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-#: Layers of which a plain run holds a training step; of the others it holds the forward pass.
+#: Layers for which a plain run tests a training step; for the others it tests the forward pass.
 TRAINED = ("LSTM in a state of whole lines", "LSTM of two layers, both ways", "LSTM, projected", "RNN")
 
 
@@ -167,27 +168,27 @@ TRAINED = ("LSTM in a state of whole lines", "LSTM of two layers, both ways", "L
         for train in (False, True)
     ],
 )
-@pytest.mark.filterwarnings("ignore:LSTM with projections")  # that they run step by step
+@pytest.mark.filterwarnings("ignore:LSTM with projections")  # it says that they run step by step
 def test_recurrent_layers(name, train):
     if "LSTM" in name and not AVX2:
         pytest.skip("workspaces are those of a processor with AVX2")
     module = RECURRENT[name]()
-    assert abs(missing(outputs(module), (rand(3, B, module.input_size),), train)) <= NEAR
+    assert abs(peak_error(outputs(module), (rand(3, B, module.input_size),), train)) <= NEAR
 
 
 @pytest.mark.parametrize(
     "sizes",
     in_part([((2, 3, 5, 7),), ((31, 7, 52, 61),), ((31, 131, 52, 61),), ((3, 7, 500, 131),), ((13, 31, 128, 256),)], 0),
 )
-def test_what_an_lstm_saves_is_what_onednn_saves(sizes):
+def test_lstm_saved_bytes_equal_onednns(sizes):
     steps, batch, inner, size = sizes
     module, x = nn.LSTM(inner, size), rand(steps, batch, inner)
     state = torch.zeros(1, batch, size)
     flags = (False, [], 2, size, 1, True, False, False, True)
     *_, saved = torch.ops.aten.mkldnn_rnn_layer(x, *module.all_weights[0], state, state, *flags)
     g = trace(Loss(outputs(module)), x, dims=[("T", "B", None)], train=True)
-    (kept,) = (op.results[3] for op in g.ops if (op.call.target if op.call else "") == "mkldnn_rnn_layer.default")
-    assert kept.sizes[0].expr.subs({cg.dims("T"): steps, cg.dims("B"): batch}) == saved.numel()
+    (workspace,) = (op.results[3] for op in g.ops if (op.call.target if op.call else "") == "mkldnn_rnn_layer.default")
+    assert workspace.sizes[0].expr.subs({cg.dims("T"): steps, cg.dims("B"): batch}) == saved.numel()
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
@@ -203,7 +204,7 @@ def test_what_an_lstm_saves_is_what_onednn_saves(sizes):
         ("GRU of two layers, both ways", (None, "B", None), False),
     ],
 )
-def test_recurrent_layers_of_named_sizes_are_those_of_numbers(name, dims, train):
+def test_recurrent_layers_with_open_sizes_match_fixed_sizes(name, dims, train):
     torch.manual_seed(0)
     module, x = outputs(RECURRENT[name]()).train(train), rand(3, B, D)
     module = Loss(module) if train else module
@@ -213,7 +214,7 @@ def test_recurrent_layers_of_named_sizes_are_those_of_numbers(name, dims, train)
         assert question(named, **sizes) == question(plain)
 
 
-def test_batches_may_come_first_and_a_state_may_be_given():
+def test_lstm_accepts_batch_first_and_initial_state():
     module = nn.LSTM(5, 7, batch_first=True)
     net = Program(lambda x, h, c, m: m(x, (h, c))[0], module)
     given = rand(3, 11, 5), rand(1, 3, 7), rand(1, 3, 7)
@@ -225,10 +226,10 @@ def test_batches_may_come_first_and_a_state_may_be_given():
         torch.testing.assert_close(run(*given), net(*given))
 
 
-# -- what a program does beside its ops ------------------------------------------------------------------------------
+# -- side effects ------------------------------------------------------------------------------------------------------
 
 
-def test_a_slice_of_a_whole_axis_is_no_call_where_sizes_are_named():
+def test_full_slices_are_no_ops_with_open_sizes():
     def parts(y, m):
         y = m(y)
         return (y[:, 1:] * y[:, :-1, :]).sum() + y[..., None, :2].sum() + y.flatten(0, 1)[:, None].sum()
@@ -237,7 +238,7 @@ def test_a_slice_of_a_whole_axis_is_no_call_where_sizes_are_named():
     named, plain = (trace(net, x, dims=[dims], train=True) for dims in (("B", "S", None), None))
     for g in (named, plain):
         backward = [op for op in g.ops if (op.call.target if op.call else "") == "slice_backward.default"]
-        assert len(backward) == 3  # one for each slice that leaves something out
+        assert len(backward) == 3  # one for each partial slice
     for question in (cg.bytes_moved, cg.peak_memory):
         assert question(named, B=B, S=S) == question(plain)
     assert not named.relations.relations
@@ -248,18 +249,18 @@ def again(module, x, reentrant):
 
 
 @pytest.mark.parametrize(("reentrant", "train"), [(False, False), (False, True), (True, True)])
-def test_checkpoints_save_the_state_of_random_numbers(reentrant, train):
+def test_checkpoints_save_the_rng_state(reentrant, train):
     blocks = [nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1)) for _ in range(3)]
     net = Program(lambda x, *blocks: reduce(lambda h, m: again(m, h, reentrant), blocks, x), *blocks)
     x = rand(2, 3, grad=True)
-    assert 0 <= missing(net, (x,), train) <= 64  # three states of 5,056 bytes, and scalars of the loss
+    assert 0 <= peak_error(net, (x,), train) <= 64  # three RNG states with 5,056 bytes each, and loss scalars
     without = Program(lambda x, *blocks: reduce(lambda h, m: m(h), blocks, x), *blocks)
     state = torch.get_rng_state().numel()
     names = [cg.peak_memory(trace(Loss(m.train()), x, train=True)) for m in (net, without)]
     assert names[0] - names[1] > 2 * state
 
 
-def test_a_trace_leaves_functions_of_torch_as_they_were():
+def test_trace_restores_torch_functions():
     before = torch.get_rng_state, torch.set_rng_state, torch.overrides.has_torch_function
     x = rand(3)
     state = torch.get_rng_state()
@@ -268,14 +269,14 @@ def test_a_trace_leaves_functions_of_torch_as_they_were():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# -- operands that lie otherwise than dense --------------------------------------------------------------------------
+# -- non-dense operands ------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "transposed": lambda: rand(B, 59, 61).mT,
     "a part": lambda: rand(B, 61, 60)[..., 1:],
     "repeated": lambda: rand(1, 61, 59).expand(B, 61, 59),
 }
-#: They are given indices.
+#: Kernels with index operands.
 LOOKUPS = ("cross entropy", "lookup that is written into", "rows")
 KERNELS = {
     "softmax": lambda: Program(lambda x: x.softmax(-1) ** 2),
@@ -296,7 +297,7 @@ KERNELS = {
 
 
 class Leaf(nn.Module):
-    """Gives a program a tensor of some layout that wants a gradient, which is a parameter's."""
+    """Passes a program a strided view of a parameter."""
 
     def __init__(self, program, layout):
         super().__init__()
@@ -306,7 +307,7 @@ class Leaf(nn.Module):
         return self.program(self.operand, *targets) * one
 
 
-#: Of a plain run each kernel in one layout, and each layout of several kernels.
+#: A plain run tests each kernel in one layout, and each layout with several kernels.
 CASES = [(kernel, layout, train) for train in (True, False) for kernel in KERNELS for layout in LAYOUTS]
 PLAIN = [(kernel, [*LAYOUTS][i % 3], True) for i, kernel in enumerate(KERNELS)]
 
@@ -314,7 +315,7 @@ PLAIN = [(kernel, [*LAYOUTS][i % 3], True) for i, kernel in enumerate(KERNELS)]
 @pytest.mark.parametrize(
     ("kernel", "layout", "train"), [c if c in PLAIN else pytest.param(*c, marks=pytest.mark.long) for c in CASES]
 )
-def test_kernels_take_copies_of_operands_that_are_not_dense(kernel, layout, train):
+def test_kernels_copy_non_dense_operands(kernel, layout, train):
     torch.manual_seed(0)
     targets = [torch.randint(0, 59, (B, 61))] if kernel in LOOKUPS else []
-    assert abs(missing(Leaf(KERNELS[kernel](), LAYOUTS[layout]()), (torch.ones(1), *targets), train)) <= NEAR
+    assert abs(peak_error(Leaf(KERNELS[kernel](), LAYOUTS[layout]()), (torch.ones(1), *targets), train)) <= NEAR

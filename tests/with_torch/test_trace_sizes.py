@@ -1,4 +1,4 @@
-"""Sizes and views of traces against torch's own: formulas at numbers, and layouts of tensors without data."""
+"""Sizes and views in traces against torch: formulas at numbers, and fake tensor layouts."""
 
 from fractions import Fraction
 
@@ -30,44 +30,44 @@ FORMULAS = [
 
 
 @pytest.mark.parametrize("expr", FORMULAS, ids=str)
-def test_formulas_say_what_those_of_torch_say(expr):
-    made = Translator({s: "S", t: "T"}).formula(expr)
+def test_translated_size_formulas_equal_torchs(expr):
+    formula = Translator({s: "S", t: "T"}).formula(expr)
     for S in (1, 2, 7, 16, 17, 31, 64):
         for T in (1, 5, 32):
-            found = made.bind({"S": poly(S), "T": poly(T)}).constant
-            assert Fraction(found) == int(expr.subs({s: S, t: T}))
+            value = formula.bind({"S": poly(S), "T": poly(T)}).constant
+            assert Fraction(value) == int(expr.subs({s: S, t: T}))
 
 
-def test_a_quotient_that_is_whole_is_a_polynomial():
+def test_exact_quotient_is_a_polynomial():
     formula = Translator({s: "S", t: "T"}).formula(FloorDiv(64 * s * t, 16))
     S, T = cg.dims("S T")
     assert formula.expr == 4 * S * T
 
 
-def test_a_size_that_depends_on_data():
+def test_data_dependent_size_is_refused_or_a_symbol():
     u = sympy.Symbol("u0", integer=True)
-    with pytest.raises(cg.UnsupportedError, match="size u0: it depends on the values of tensors, expected one that"):
+    with pytest.raises(cg.UnsupportedError, match="size u0 depends on the values of tensors; trace with"):
         Translator({s: "S"}).formula(2 * u)
     assert Translator({s: "S"}, symbols=True).formula(2 * u).expr == 2 * cg.dims("u0")
 
 
 @pytest.mark.parametrize("pad", [lambda n: (8 - n % 8) % 8, lambda n: -n % 8], ids=["twice", "negative"])
-def test_what_fills_up_whole_blocks_is_made_of_a_symbol_for_their_number(pad):
+def test_padded_size_is_a_multiple_of_a_block_symbol(pad):
     shapes = Shapes()
     S = shapes.named("S", 21)
-    at = Translator(shapes.names, wholes=shapes.wholes)
+    at = Translator(shapes.names, block_counts=shapes.block_counts)
     blocks = (S + pad(S)) // 8
-    assert blocks.node.expr in shapes.wholes
+    assert blocks.node.expr in shapes.block_counts
     assert at.size(blocks) == at.formula(CeilDiv(S.node.expr, 8))
     for n in (1, 7, 8, 9, 16, 40, 41):
         assert at.size(pad(S)).bind({"S": poly(n)}).constant == pad(n)
-    # of one block, and as many as another size, nothing general can be asked
+    # no general query holds for one block, or for as many as another size
     few = Shapes()
     assert all(pad(few.named(n, size)).node.expr.has(Mod, PythonMod) for n, size in (("S", 5), ("T", 37)))
 
 
 class Blocks(torch.nn.Module):
-    """Positions that are filled up to blocks of 4, and mixed in each; more where there are any left."""
+    """Positions padded to blocks of 4 and mixed within them, with another op if any padding remains."""
 
     def __init__(self, asks):
         super().__init__()
@@ -83,7 +83,7 @@ class Blocks(torch.nn.Module):
 
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("size", [3, 5, 13, 29])
-def test_programs_that_fill_up_cost_what_runs_at_other_sizes_cost(size, asks):
+def test_padding_programs_match_runs_at_other_sizes(size, asks):
     module = Blocks(asks)
     g = trace(module, torch.zeros(2, size, 5), dims=[("B", "S", None)])
     taken = 0
@@ -91,25 +91,25 @@ def test_programs_that_fill_up_cost_what_runs_at_other_sizes_cost(size, asks):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             module(torch.zeros(3, n, 5))
         try:
-            found = cg.matmul_flops(g, B=3, S=n)
+            flops = cg.matmul_flops(g, B=3, S=n)
         except cg.BindingError:
-            assert (n % 4 == 0 and asks) or (n <= 4) != (size <= 4)  # it goes another way there
+            assert (n % 4 == 0 and asks) or (n <= 4) != (size <= 4)  # it takes another branch there
             continue
-        assert found == counter.get_total_flops()
+        assert flops == counter.get_total_flops()
         taken += 1
     assert taken >= (1 if size == 3 else 4)
 
 
-def filled(x):
+def padded_to_blocks(x):
     return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 4))
 
 
 def added(x):
-    return filled(x) + x
+    return padded_to_blocks(x) + x
 
 
 def compared(x):
-    y = filled(x)
+    y = padded_to_blocks(x)
     return y.reshape(y.shape[0], -1, 4, 5).sum(2) if y.shape[1] == x.shape[1] else y
 
 
@@ -121,7 +121,7 @@ class Whole(torch.nn.Module):
 
 @pytest.mark.parametrize("run", [added, compared])
 @pytest.mark.parametrize("size", [12, 24])
-def test_where_nothing_is_filled_up_sizes_are_in_whole_blocks(run, size):
+def test_sizes_without_padding_must_fill_whole_blocks(run, size):
     B, S = cg.dims("B S")
     g = trace(Whole(run), torch.zeros(2, size, 5), dims=[("B", "S", None)])
     assert cg.flops(g) == 5 * B * S
@@ -129,12 +129,12 @@ def test_where_nothing_is_filled_up_sizes_are_in_whole_blocks(run, size):
         cg.flops(g, B=2, S=17)
 
 
-def test_hints_are_larger_than_one_and_all_different():
+def test_size_hints_are_distinct_and_larger_than_one():
     assert hints({"B": 8, "S": 128}) == {"B": 8, "S": 128}
-    found = hints({"B": 1, "S": 4, "T": 4, "U": 0})
-    assert len(set(found.values())) == 4
-    assert min(found.values()) > 1
-    assert found["S"] == 4
+    chosen = hints({"B": 1, "S": 4, "T": 4, "U": 0})
+    assert len(set(chosen.values())) == 4
+    assert min(chosen.values()) > 1
+    assert chosen["S"] == 4
 
 
 # -- views ---------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ aten = torch.ops.aten
 
 
 def layouts(made):
-    # no element is reached by the stride of an axis of size 1, of which torch's own ways have different ones
+    # an axis of size 1 may have any stride, and torch's ops differ
     return [
         (
             tuple(map(str, v.shape)),
@@ -157,7 +157,7 @@ def layouts(made):
 
 @st.composite
 def calls(draw, sizes):
-    """An op that makes a view, and a tensor that it is called with."""
+    """Return a view op and a tensor for it."""
     shape = draw(st.lists(st.sampled_from([*sizes, 1, 2, 3, 12]), min_size=2, max_size=4))
     x = torch.empty(shape)
     if draw(st.booleans()):
@@ -184,7 +184,7 @@ def test_views_are_those_of_fake_tensors(data):
         try:
             expected = op(*args)
         except (RuntimeError, ValueError):
-            return  # that view would be a copy
+            return  # the view would be a copy
         made = STAND_INS[op](*args)
         assert layouts(made) == layouts(expected)
         assert made.untyped_storage()._cdata == args[0].untyped_storage()._cdata
@@ -199,17 +199,17 @@ def test_views_are_those_of_fake_tensors(data):
         (aten.constant_pad_nd.default, lambda B: (torch.empty(B, 5), [1, 2, 0, 3])),
     ],
 )  # fmt: skip
-def test_results_that_stand_in_have_the_shapes_of_real_ones(op, arguments):
+def test_placeholder_results_have_real_shapes(op, arguments):
     shapes = Shapes()
     with FakeTensorMode(shape_env=shapes):
-        made = STAND_INS[op](*arguments(shapes.named("B", 11)))
+        result = STAND_INS[op](*arguments(shapes.named("B", 11)))
     real = {aten._grouped_mm.default: (11, 7), aten.baddbmm.default: (11, 3, 7), aten.constant_pad_nd.default: (14, 8)}
     at = Translator(shapes.names)
-    assert tuple(at.size(n).bind({"B": poly(11)}).constant for n in made.shape) == real[op]
+    assert tuple(at.size(n).bind({"B": poly(11)}).constant for n in result.shape) == real[op]
 
 
 class Patches(torch.nn.Module):
-    """Patches of an image whose sides are multiples: of other images it fails, or goes another way."""
+    """Patches of an image with divisible sides: for other images it fails or takes another branch."""
 
     def __init__(self, size: int, *, pads: bool) -> None:
         super().__init__()

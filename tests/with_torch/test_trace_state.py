@@ -1,4 +1,4 @@
-"""What a program holds acts in a trace as in a real run, and is what it was after it."""
+"""Program state behaves in a trace as in a real run, and is unchanged afterwards."""
 
 import functools
 from types import SimpleNamespace
@@ -21,14 +21,14 @@ def positions(count):
 
 
 class Cache:
-    """A plain object, as caches of keys and values are."""
+    """A plain object, like a KV cache."""
 
     def __init__(self):
         self.seen = 3
 
 
 class Keeps(nn.Module):
-    """Leaves what it makes wherever a program may leave it."""
+    """Stores its results in every kind of place that a program has."""
 
     of_all: ClassVar = []
 
@@ -47,23 +47,23 @@ class Keeps(nn.Module):
         return y.relu()
 
 
-def test_nothing_is_left_behind():
+def test_trace_restores_program_state():
     net, x = Keeps(), torch.zeros(3, 5)
     trace(net, x, dims=[("B", None)])
     assert (net.list, net.dict, vars(net.cache), vars(net.named)) == ([], {"a": 1}, {"seen": 3}, {"made": None})
     assert (EVERYWHERE, Keeps.of_all) == ({}, [])
     assert not hasattr(Keeps, "last")
     assert not hasattr(net, "made")
-    assert type(positions(5)) is torch.Tensor  # 5 was an argument in the trace too
+    assert type(positions(5)) is torch.Tensor  # 5 was an argument of the trace too
 
 
-def test_sizes_are_keys_of_caches():
+def test_open_sizes_may_be_cache_keys():
     B = cg.dims("B")
     g = trace(Keeps(), torch.zeros(3, 5), dims=[("B", None)])
     assert cg.matmul_flops(g) == 2 * B * 5 * 5
 
 
-def test_a_cache_of_a_modeling_file_serves_real_runs_after_a_trace():
+def test_modeling_file_cache_works_after_a_trace():
     transformers = pytest.importorskip("transformers")
     config = transformers.BeitConfig(
         hidden_size=20, intermediate_size=28, num_hidden_layers=1, num_attention_heads=5, image_size=24, patch_size=8,
@@ -75,7 +75,7 @@ def test_a_cache_of_a_modeling_file_serves_real_runs_after_a_trace():
 
 
 class Views(nn.Module):
-    """Holds a parameter, twice more as views, and a row of a larger tensor."""
+    """Holds a parameter, two views on it, and a row from a larger tensor."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ class Views(nn.Module):
         return self.up(x) @ self.turned @ self.listed[0] + self.row
 
 
-def test_views_that_are_attributes_are_no_tensors_of_their_own():
+def test_view_attributes_share_their_base_storage():
     net, x = Views(), torch.zeros(7, 31)
     g = trace(net, x, dims=[("B", None)])
     assert cg.param_count(g) == 31 * 31
@@ -115,7 +115,7 @@ X = torch.zeros(17, 131)
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
-def test_optimizers_that_run_inside_the_backward_pass(make):
+def test_optimizer_in_backward_matches_a_real_run(make):
     net = Loss()
     optimizers = {p: make([p], lr=0.1) for p in net.parameters()}
 
@@ -130,19 +130,19 @@ def test_optimizers_that_run_inside_the_backward_pass(make):
     net(X).backward()
     state = [v for o in optimizers.values() for s in o.state.values() for v in s.values()]
     real = real_peak(lambda: net(X).backward(), *net.parameters(), X, *state)
-    assert abs(real - cg.peak_memory(g, B=17)) <= 64  # scalars of the loss and of the optimizer
-    again = trace(net, X, dims=[("B", None)], train=True)  # with the state that is there now
+    assert abs(real - cg.peak_memory(g, B=17)) <= 64  # loss and optimizer scalars
+    again = trace(net, X, dims=[("B", None)], train=True)  # with the current state
     assert cg.peak_memory(again, B=17) == cg.peak_memory(g, B=17)
 
 
-def test_hooks_of_tensors_change_gradients():
+def test_tensor_hooks_change_gradients():
     net = Loss()
     before = cg.flops(trace(net, X, dims=[("B", None)], train=True))
     net.net[0].weight.register_hook(lambda grad: grad * 2)
     assert cg.flops(trace(net, X, dims=[("B", None)], train=True)) - before == 131 * 67
 
 
-def test_gradients_that_are_there_are_added_to():
+def test_existing_gradients_are_accumulated():
     net = Loss()
     net(X).backward()
     g = trace(net, X, dims=[("B", None)], train=True)
@@ -151,7 +151,7 @@ def test_gradients_that_are_there_are_added_to():
     assert all(type(p.grad) is torch.Tensor for p in net.parameters())
 
 
-def test_of_a_compiled_module_the_one_that_was_compiled_is_traced():
+def test_compiled_module_is_traced_uncompiled():
     class Outer(nn.Module):
         def __init__(self, wrap):
             super().__init__()
@@ -171,7 +171,7 @@ def test_of_a_compiled_module_the_one_that_was_compiled_is_traced():
     assert plain.name == outside.name
 
 
-def test_parameters_without_elements():
+def test_empty_parameters_are_traced():
     class Empty(nn.Module):
         def __init__(self):
             super().__init__()
@@ -185,7 +185,7 @@ def test_parameters_without_elements():
 
 
 class Casts(nn.Module):
-    """A router that keeps its parameters in a format of its own, as those of Switch do."""
+    """A router with a dtype of its own for its parameters, like Switch's."""
 
     def __init__(self):
         super().__init__()
@@ -196,14 +196,14 @@ class Casts(nn.Module):
         return self.route(x.double()).softmax(-1).to(x.dtype).sum()
 
 
-def test_a_module_that_changes_its_formats_on_the_way():
+def test_module_that_casts_its_parameters_is_restored():
     net = Casts()
     g = trace(net, X, dims=[("B", None)])
     assert net.route.weight.dtype == torch.float32
     assert cg.matmul_flops(g) == 2 * cg.dims("B") * 131 * 5
 
 
-def test_what_autocast_remembers_goes_too():
+def test_trace_clears_the_autocast_cache():
     net = Loss()
     with torch.autocast("cpu", torch.bfloat16):
         g = trace(net, X, dims=[("B", None)], train=True)

@@ -1,4 +1,4 @@
-"""Kernels that torch has one of each way, resampling and pools of unequal parts: traced forward, and differentiated."""
+"""Paired forward and backward kernels, resampling and adaptive pools: traced forward, and differentiated."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from costgraph.torch import lower, trace
 
 
 class Net(nn.Module):
-    """Functions of what a layer makes, their results added up."""
+    """Sums functions applied to a layer's output."""
 
     def __init__(self, functions):
         super().__init__()
@@ -40,16 +40,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_kernel_of_each_way_has_the_costs_of_a_traced_step(name):
+def test_derived_kernel_gradients_cost_the_same_as_traced(name):
     torch.manual_seed(3)
     net, x, dims = Net(CASES[name]), torch.randn(2, 3, 8, 10), [("B", None, "H", "W")]
     g, step = trace(net, x, dims=dims), trace(net, x, dims=dims, train=True)
     for graph in g, step:
         assert not [op.name for op in graph.walk() if op.kind.name == "foreign"]
-    made = cg.backward(g)
+    derived = cg.backward(g)
     sizes = {"B": 3, "H": 13, "W": 17}
-    assert cg.flops(made, **sizes) == cg.flops(step, **sizes)
-    assert [t.name for t in made.gradients] == ["before/weight", "before/bias"]
+    assert cg.flops(derived, **sizes) == cg.flops(step, **sizes)
+    assert [t.name for t in derived.gradients] == ["before/weight", "before/bias"]
     half = cg.apply_precision(g, "bf16")
     assert cg.flops(half, **sizes) == cg.flops(g, **sizes)
     assert cg.param_bytes(half) * 2 == cg.param_bytes(g)

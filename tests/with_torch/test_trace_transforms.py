@@ -1,4 +1,4 @@
-"""What transforms do with a traced module: the figure that the changed module has when it is traced, or an error."""
+"""Transforming a traced module gives the costs of tracing the modified module, or an error."""
 
 import inspect
 
@@ -35,7 +35,7 @@ def figures(g):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with an adapter of low rank beside it, as PEFT runs it."""
+    """A frozen layer with a low-rank adapter, as PEFT runs it."""
 
     def __init__(self, layer):
         super().__init__()
@@ -53,7 +53,7 @@ def adapted():
 
 
 class Foreign(Net):
-    """Sums up along positions, which no declared kind says."""
+    """A cumulative sum, which no declared kind expresses."""
 
     def forward(self, ids):
         return self.head(torch.logcumsumexp(self.layers(self.table(ids)), 1)).mean()
@@ -71,7 +71,7 @@ REFUSED = [
     ("training_step", {}, "trace the module in these formats"),
     ("training_step", {"precision": "bf16"}, "trace the module in these formats"),
 ]
-#: What each transform of a trace is held against: the call, and a graph with the figures that it has to have.
+#: For each transform of a trace: the call, and a reference graph with its expected costs.
 RIGHT = {
     "apply_precision": (lambda g: cg.apply_precision(g, "bf16"), lambda: traced(BF16)),
     "fold": (lambda g: cg.unroll(cg.fold(g, "layers", "L"), L=5), traced),
@@ -79,12 +79,12 @@ RIGHT = {
     "shard": (lambda g: cg.shard(g, cg.mesh(dp=1), {}), traced),
     "parallelize": (lambda g: cg.parallelize(g, zero=3), traced),
     "offload": (lambda g: cg.offload(g, ()), traced),
-    "fuse": (cg.fuse, traced),  # nothing here stands in a chain: products, and one elementwise op behind them
+    "fuse": (cg.fuse, traced),  # nothing to fuse: matmuls, with one elementwise op after them
 }
 
 
 @pytest.mark.parametrize(("name", "options", "instead"), REFUSED)
-def test_a_transform_that_looks_inside_refuses_recorded_calls(name, options, instead):
+def test_transforms_refuse_foreign_calls(name, options, instead):
     g = trace(Foreign(), torch.zeros(2, 5, dtype=torch.int64), dims=[("B", "S")])
     with pytest.raises(cg.UnsupportedError) as error:
         getattr(cg, name)(g, **options)
@@ -93,12 +93,12 @@ def test_a_transform_that_looks_inside_refuses_recorded_calls(name, options, ins
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_transform_gives_the_figures_of_a_trace(name):
+def test_transformed_trace_equals_trace_of_modified_module(name):
     change, expected = RIGHT[name]
     assert figures(change(traced())) == figures(expected())
 
 
-def test_a_step_of_a_trace_on_two_ranks_leaves_the_same_numbers():
+def test_sharded_traced_step_keeps_its_values():
     step = cg.training_step(traced(), optimizer=cg.SGD())
     batch = next(t.name for t in step.tensors if t.role == "input")
     weights = {t.name: "(o dp) i" for t in step.tensors if t.role == "param" and t.ndim == 2 and t.sizes[0] == 8}
@@ -107,54 +107,56 @@ def test_a_step_of_a_trace_on_two_ranks_leaves_the_same_numbers():
     testing.check_sharded(step, rank, B=4, S=3)
 
 
-def test_the_backward_pass_of_a_trace_is_the_one_that_torch_runs():
-    """FLOPs of each kind; torch keeps a copy of the gradient of a mean that the library broadcasts: 4 bytes."""
-    made, seen = cg.backward(traced()), traced(train=True)
+def test_derived_backward_of_a_trace_equals_torchs():
+    """FLOPs by kind; torch materializes the gradient of a mean, which the library broadcasts: 4 bytes."""
+    derived, seen = cg.backward(traced()), traced(train=True)
     for count in ("executed", "full"):
-        assert cg.matmul_flops(made, count=count) == cg.matmul_flops(seen, count=count)
-    assert cg.flops(made) == cg.flops(seen)
-    assert {t.name for t in made.gradients} == {t.name for t in seen.gradients}
-    assert abs(cg.peak_memory(made, B=3, S=7) - cg.peak_memory(seen, B=3, S=7)) <= 4
+        assert cg.matmul_flops(derived, count=count) == cg.matmul_flops(seen, count=count)
+    assert cg.flops(derived) == cg.flops(seen)
+    assert {t.name for t in derived.gradients} == {t.name for t in seen.gradients}
+    assert abs(cg.peak_memory(derived, B=3, S=7) - cg.peak_memory(seen, B=3, S=7)) <= 4
 
 
-def test_adapters_of_a_trace_are_those_of_the_module_with_them():
-    """FLOPs and bytes are equal; the module's frames hold what a layer reads while it runs, one (B, S, 8) in fp32."""
-    made, seen = cg.lora(traced(), 3, "layers/*"), adapted()
-    assert figures(made)[:3] == figures(seen)[:3]
-    assert figures(seen)[3] - figures(made)[3] == 3 * 7 * 8 * 4
+def test_lora_of_a_trace_equals_the_adapted_module():
+    """FLOPs and bytes are equal; the module's frames keep a layer's input alive while it runs, one (B, S, 8) in
+    fp32."""
+    adapted_graph, seen = cg.lora(traced(), 3, "layers/*"), adapted()
+    assert figures(adapted_graph)[:3] == figures(seen)[:3]
+    assert figures(seen)[3] - figures(adapted_graph)[3] == 3 * 7 * 8 * 4
 
 
-def test_mixed_precision_runs_products_in_the_narrow_format():
-    """As the trace of the module under autocast does, to the last FLOP and byte of its products."""
-    made = cg.apply_precision(traced(), "bf16-mixed")
+def test_mixed_precision_runs_matmuls_in_bf16():
+    """Equal to the module's trace under autocast, to the last matmul FLOP and byte."""
+    converted = cg.apply_precision(traced(), "bf16-mixed")
     with torch.autocast("cpu", BF16):
         seen = traced()
-    assert cg.matmul_flops(made) == cg.matmul_flops(seen)
-    for g in (made, seen):
+    assert cg.matmul_flops(converted) == cg.matmul_flops(seen)
+    for g in (converted, seen):
         products = [op for op in g.walk() if isinstance(op.kind, Einsum)]
         assert {t.dtype.name for op in products for t in op.results} == {"bf16"}
 
 
-def test_weights_of_a_trace_are_quantized():
-    """Five layers of 8 by 8 in bytes, with a scale of 2 bytes a column; the head keeps its format, as declared ones."""
-    made = cg.quantize(traced(), "int8", scale="fp16")
-    assert cg.param_bytes(traced()) - cg.param_bytes(made) == 5 * (3 * 8 * 8 - 2 * 8)
-    assert cg.matmul_flops(made) == cg.matmul_flops(traced())
+def test_traced_weights_are_quantized():
+    """Five layers of 8 by 8 in int8, with a 2-byte scale per column; the head keeps its dtype, as in declared
+    models."""
+    quantized = cg.quantize(traced(), "int8", scale="fp16")
+    assert cg.param_bytes(traced()) - cg.param_bytes(quantized) == 5 * (3 * 8 * 8 - 2 * 8)
+    assert cg.matmul_flops(quantized) == cg.matmul_flops(traced())
 
 
-def test_a_training_step_of_a_trace_has_an_optimizer():
-    """AdamW updates each of the weights, as the trace of a step with torch's does; FLOPs of products are equal."""
-    made = cg.training_step(traced(), optimizer=cg.AdamW())
+def test_traced_training_step_has_optimizer_updates():
+    """AdamW updates each weight, as in a traced step with torch's; matmul FLOPs are equal."""
+    step = cg.training_step(traced(), optimizer=cg.AdamW())
     seen = traced(train=True, optimizer=lambda p: torch.optim.AdamW(p, fused=True))
-    assert cg.matmul_flops(made) == cg.matmul_flops(seen)
+    assert cg.matmul_flops(step) == cg.matmul_flops(seen)
     states = [
         sum(t.numel.constant for t in g.tensors if t.role == "state" and t.producer is None and t.ndim)
-        for g in (made, seen)
+        for g in (step, seen)
     ]
     assert states[0] == states[1] == 2 * cg.param_count(traced())
 
 
-def test_a_traced_graph_comes_back_from_a_file_and_runs_again(tmp_path):
+def test_traced_graph_survives_save_and_load(tmp_path):
     g = traced()
     cg.save(g, tmp_path / "net.json")
     again = cg.load(tmp_path / "net.json")
@@ -163,34 +165,34 @@ def test_a_traced_graph_comes_back_from_a_file_and_runs_again(tmp_path):
 
 
 class Packed(nn.Module):
-    """Attention on one tensor of queries, keys and values: its kernel reads views that start inside a storage."""
+    """Attention on a packed QKV tensor: its kernel reads views with a storage offset."""
 
     def forward(self, x):
         q, k, v = x.unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def test_a_kernel_of_views_inside_a_storage_comes_back_from_a_file(tmp_path):
+def test_packed_attention_survives_save_and_load(tmp_path):
     g = trace(Packed(), torch.zeros(2, 5, 48), dims=[("B", "S", None)])
     cg.save(g, tmp_path / "packed.json")
     assert figures(cg.load(tmp_path / "packed.json")) == figures(g)
 
 
-def test_a_scope_of_recorded_calls_is_one_kernel():
-    """It reads its input and the five weights and biases, and writes one result: calls outside are as they were."""
+def test_fused_scope_of_a_trace_is_one_kernel():
+    """It reads its input and the five weights and biases, and writes one result; calls outside are unchanged."""
     g = traced()
-    made = cg.fuse(g, "layers")
+    fused = cg.fuse(g, "layers")
     B, S = cg.dims("B S")
-    assert cg.flops(made) == cg.flops(g)
-    assert cg.costs(made).filter(scope="layers").total().bytes == 4 * (2 * 8 * B * S + 5 * (8 * 8 + 8))
+    assert cg.flops(fused) == cg.flops(g)
+    assert cg.costs(fused).filter(scope="layers").total().bytes == 4 * (2 * 8 * B * S + 5 * (8 * 8 + 8))
 
 
-def test_every_public_transform_is_looked_at():
-    """A function that makes a graph of a graph is in one of the tables above."""
-    found = set()
+def test_every_public_transform_is_tested():
+    """Every function from graph to graph is in one of the tables above."""
+    transforms = set()
     for name, function in FUNCTIONS.items():
         signature = inspect.signature(function)
         first = next(iter(signature.parameters.values()), None)
         if signature.return_annotation == "Graph" and first is not None and first.annotation == "Graph":
-            found.add(name)
-    assert found == {name for name, *_ in REFUSED} | RIGHT.keys()
+            transforms.add(name)
+    assert transforms == {name for name, *_ in REFUSED} | RIGHT.keys()

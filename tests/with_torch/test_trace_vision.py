@@ -1,4 +1,4 @@
-"""Traces of torchvision's and timm's models, where those are installed: FLOPs by torch's counter, and parameters."""
+"""Traces of torchvision and timm models, where installed: FLOPs by torch's counter, and parameters."""
 
 import pytest
 import torch
@@ -9,8 +9,9 @@ import costgraph as cg
 from costgraph.torch import trace
 
 
-def held_to_the_counter(model, batch, *, train=False):
-    """Trace with the batch open and count real runs of two other batches; grouped gradients are another matter."""
+def assert_flops_match_counter(model, batch, *, train=False):
+    """Trace with an open batch and compare with real runs of two other batches; the counter miscounts grouped
+    gradients."""
 
     class Scored(nn.Module):
         def __init__(self):
@@ -32,19 +33,19 @@ def held_to_the_counter(model, batch, *, train=False):
 
 
 @pytest.mark.parametrize("name", ["alexnet", "resnet18", "mobilenet_v2", "densenet121", "vgg11", "efficientnet_b0"])
-def test_forward_passes_of_torchvision(name):
+def test_torchvision_forward_flops_match_the_counter(name):
     models = pytest.importorskip("torchvision.models")
-    held_to_the_counter(getattr(models, name)(weights=None).eval(), 2)
+    assert_flops_match_counter(getattr(models, name)(weights=None).eval(), 2)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vgg11_bn"])
-def test_steps_of_torchvision(name):
+def test_torchvision_step_flops_match_the_counter(name):
     models = pytest.importorskip("torchvision.models")
-    held_to_the_counter(getattr(models, name)(weights=None), 2, train=True)
+    assert_flops_match_counter(getattr(models, name)(weights=None), 2, train=True)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "convnext_atto", "mixer_s32_224"])
-def test_forward_passes_of_timm(name):
+def test_timm_forward_flops_match_the_counter(name):
     timm = pytest.importorskip("timm")
     options = {"img_size": 64} if name.startswith("mixer") else {}
-    held_to_the_counter(timm.create_model(name, pretrained=False, **options).eval(), 2)
+    assert_flops_match_counter(timm.create_model(name, pretrained=False, **options).eval(), 2)

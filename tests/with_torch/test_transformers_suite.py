@@ -1,19 +1,19 @@
-"""A sample of the suite over classes of transformers: `python tests/with_torch/transformers_suite.py` runs them all."""
+"""A sample of the suite over transformers classes: `python tests/with_torch/transformers_suite.py` runs all of them."""
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from transformers_classes import SAMPLE  # of what is there
+from transformers_classes import SAMPLE  # limited to the installed classes
 from transformers_suite import SLACK, run
 
-#: Of the plain run: a step, and spectra.
+#: Classes of a plain run: a training step, and Fourier transforms.
 PLAIN = ("GPT2LMHeadModel", "FNetForMaskedLM")
 
 
-@pytest.mark.filterwarnings("ignore")  # of transformers, about its own configurations
+@pytest.mark.filterwarnings("ignore")  # transformers warns about its own configs
 @pytest.mark.parametrize("name", [n if n in PLAIN else pytest.param(n, marks=pytest.mark.long) for n in SAMPLE])
-def test_a_class_is_traced_as_it_runs(name):
+def test_traced_class_matches_its_run(name):
     row = run(name, SAMPLE[name])
     assert (row.problem, row.refused, row.parameters) == ("", "", True)
     assert row.found.keys() == set(SAMPLE[name])

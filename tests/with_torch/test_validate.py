@@ -1,4 +1,4 @@
-"""The suite, its runs, what is made of measured times, and the record of all that."""
+"""The validation suite: its runs, the evaluation of measured times, and the record file."""
 
 import json
 import math
@@ -79,7 +79,7 @@ def found(one_thread):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_suite_has_a_case_of_everything(device):
+def test_suite_covers_all_subjects_and_optimizers(device):
     cases = suite(device)
     assert len(cases) >= 40
     assert len({c.name for c in cases}) == len(cases)
@@ -95,7 +95,7 @@ def test_the_suite_has_a_case_of_everything(device):
     assert {"", "every-block", "every-2", "selective", "from-start"} == {c.checkpoint for c in cases}
     products = [c for c in cases if c.subject == "matmul"]
     assert {"fp32", "bf16", "fp64"} <= {c.dtype for c in products}
-    # on both sides of the ridge point of the device that it is meant for
+    # on both sides of the target device's ridge point
     limits = {cg.roofline(declared(c, device), "h100-sxm", **c.sizes).bound for c in products}
     assert limits == {"memory", "compute"}
     assert set(suite(device, quick=True)) < set(cases)
@@ -106,22 +106,22 @@ OTHERS = [pytest.param(case, id=case.name) for case in suite("cuda") if case.mod
 
 
 @pytest.mark.parametrize("case", [*in_part(OTHERS, 0, 3), *in_part(STEPS, 0, 6)])
-def test_programs_and_declarations_of_the_suite_of_a_gpu_agree_about_what_is_there(case):
-    """On meta, where nothing is allocated: parameters, buffers and inputs take as many bytes as are declared."""
-    if "L" in case.sizes:  # a layer is like the others
+def test_gpu_programs_hold_the_declared_bytes(case):
+    """On the meta device: parameters, buffers and inputs have the declared bytes."""
+    if "L" in case.sizes:  # layers are alike
         case = replace(case, sizes={**case.sizes, "L": 2})
     program, graph = SUBJECTS[case.subject].program(case, META), declared(case, "cuda")
     lives = [life for life in cg.lifetimes(graph, **case.sizes) if life.born is None]
-    if case.program == "module":  # whose optimizer has made no state yet
+    if case.program == "module":  # its optimizer has no state yet
         lives = [life for life in lives if life.role != "state"]
     there = [*program.module.parameters(), *program.module.buffers(), *program.inputs]
     assert sum(t.numel() * t.element_size() for t in there) == sum(life.bytes for life in lives)
 
 
 @pytest.mark.parametrize("name", ["matmul bf16 M=128", "embedding", "gpt block", "gpt step fp32 flash AdamW foreach B"])
-def test_what_is_traced_on_meta_is_what_is_declared_at_the_sizes_of_a_gpu(name):
+def test_gpu_size_traces_match_declarations(name):
     case = next(c for c in suite("cuda") if c.name.startswith(name))
-    if "L" in case.sizes:  # a layer is like the others
+    if "L" in case.sizes:  # layers are alike
         case = replace(case, sizes={**case.sizes, "L": 2})
     program = SUBJECTS[case.subject].program(case, META)
     by_declaration, by_trace = predicted(declared(case, "cuda"), case.sizes, "cuda"), traced(case, program, "cuda")
@@ -131,7 +131,7 @@ def test_what_is_traced_on_meta_is_what_is_declared_at_the_sizes_of_a_gpu(name):
     assert 0 <= by_trace.peak - by_declaration.peak <= share * by_trace.peak
 
 
-def test_names_of_cases_say_all_that_is_set():
+def test_case_names_state_all_options():
     case = small("gpt", attention="eager", precision="bf16-mixed", checkpoint="every-block")
     assert case.name == "gpt step fp32 eager AdamW foreach bf16-mixed every-block " + " ".join(
         f"{k}={v}" for k, v in SMALL["gpt"].items()
@@ -140,8 +140,8 @@ def test_names_of_cases_say_all_that_is_set():
 
 
 @pytest.mark.parametrize(("checkpoint", "forward"), [(None, 1), (cg.every_block(), 2)])
-def test_products_that_torch_leaves_out_are_those_of_kernels_that_attend(checkpoint, forward):
-    """Two products of an attention forward, as often as it runs, and five backward; those of other kernels count."""
+def test_uncounted_flops_are_those_of_attention_kernels(checkpoint, forward):
+    """Two matmuls per attention forward, as often as it runs, and five in backward; other kernels are counted."""
     B, S = cg.dims("B S")
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, 6))
@@ -162,10 +162,10 @@ def test_products_that_torch_leaves_out_are_those_of_kernels_that_attend(checkpo
 # -- what is measured ----------------------------------------------------------------------------------------------
 
 
-def test_a_product_by_hand(found):
+def test_matmul_case_by_hand(found):
     row = found.rows[0]
     assert row.measured.flops == row.declared.flops == row.traced.flops == 2 * 17 * 29 * 31
-    # operands are there before, the result lives afterwards
+    # the operands exist before, the result lives afterwards
     assert (row.measured.held, row.measured.above) == (4 * (17 * 29 + 29 * 31), 4 * 17 * 31)
     assert row.measured.left == 4 * 17 * 31
     assert row.off("declared") == row.off("traced") == 0
@@ -174,37 +174,37 @@ def test_a_product_by_hand(found):
     assert row.modelled.bound == pytest.approx(max(row.modelled.fused / 3.35e12, row.declared.flops / 66.9e12), 0.01)
 
 
-def test_attention_that_torchs_counter_leaves_out(found):
+def test_uncounted_attention_flops_are_reported(found):
     row = found.rows[2]
-    flops = 4 * 2 * 3 * 19 * 19 * 8  # 2 each for scores, and their product with the values
+    flops = 4 * 2 * 3 * 19 * 19 * 8  # 2 each for the scores and the weighted values
     assert row.measured.flops == 0
     assert row.declared.flops == row.declared.uncounted == row.traced.flops == row.traced.uncounted == flops
     assert row.counted("declared")
     assert causes(row.case, "cpu", "traced") == ["workspace"]
 
 
-def test_a_step_holds_its_state(found):
+def test_step_baseline_includes_optimizer_state(found):
     row = found.rows[3]
     B, D, F, L, C = SMALL["perceptron"].values()
     params = D * F + F + L * (F * F + F) + F * C + C
     tensors = 2 * (L + 2)
-    # weights and two moments in fp32, a counter of 4 bytes for each tensor, features and classes
+    # weights and two moments in fp32, a 4-byte counter per tensor, features and classes
     assert row.measured.held == 12 * params + 4 * tensors + 4 * B * D + 8 * B
     assert row.measured.left == 0
-    # forward, gradients of weights, and those of activations but for the features'
+    # forward, weight gradients, and activation gradients except for the input features
     assert row.measured.flops == 3 * 2 * B * (D * F + L * F * F + F * C) - 2 * B * D * F
     assert abs(row.off("traced")) <= 64
     assert abs(row.off("declared") + 4 * tensors) <= 64
 
 
-def test_a_lowered_graph_has_no_trace(found):
+def test_lowered_graph_has_no_trace(found):
     row = found.rows[5]
     assert (row.traced, row.off("traced"), row.counted("traced")) == (None, None, None)
     assert row.untraced == "the lowered graph ran"
     assert row.off("declared") == 0
 
 
-def test_a_module_that_cannot_be_traced_says_why(monkeypatch):
+def test_untraceable_module_states_the_reason(monkeypatch):
     def refuses(*args, **options):
         raise UnsupportedError("the shape of its result depends on data")
 
@@ -214,20 +214,20 @@ def test_a_module_that_cannot_be_traced_says_why(monkeypatch):
     assert "depends on data" in row.untraced
 
 
-def test_cases_that_torch_refuses_are_told(tmp_path):
+def test_failed_cases_are_reported(tmp_path):
     huge = Case("add", {"R": 2**40, "C": 2**20})
-    found = validate("cpu", [huge, MATMUL], hardware="h100-sxm", quick=True, progress=False)
-    assert [row.case for row in found.rows] == [MATMUL]
-    assert [row.case for row in found.failed] == [huge]
-    found.save(tmp_path / "record.json")
-    assert Validation.load(tmp_path / "record.json").failed == found.failed
-    assert f"- Could not run: {huge.name}: " in found.table()
-    nothing = replace(found, rows=())
-    assert nothing.summary() == [f"Could not run: {huge.name}: {found.failed[0].error}"]
+    validation = validate("cpu", [huge, MATMUL], hardware="h100-sxm", quick=True, progress=False)
+    assert [row.case for row in validation.rows] == [MATMUL]
+    assert [row.case for row in validation.failed] == [huge]
+    validation.save(tmp_path / "record.json")
+    assert Validation.load(tmp_path / "record.json").failed == validation.failed
+    assert f"- Could not run: {huge.name}: " in validation.table()
+    nothing = replace(validation, rows=())
+    assert nothing.summary() == [f"Could not run: {huge.name}: {validation.failed[0].error}"]
     assert all(rows == [] for _, rows in nothing.tables())
 
 
-def test_where_times_are_held_to_attained_rates():
+def test_time_bounds_use_attained_rates():
     hardware = cg.load_hardware("h100-sxm")
     graph = declared(MATMUL, "cpu")
     times = Attained.of(graph, hardware, {}, MATMUL.sizes)
@@ -245,7 +245,7 @@ def test_where_times_are_held_to_attained_rates():
         (0.4, 1.0, 0.1, "faster"), (0.4, 1.0, 0.9, "faster"), (0.1, 1.0, 0.1, "compute"),
     ],
 )  # fmt: skip
-def test_what_a_time_follows(seconds, memory, compute, expected):
+def test_outcome_of_measured_times(seconds, memory, compute, expected):
     assert outcome(seconds, memory, compute) == expected
     assert expected in OUTCOMES
 
@@ -260,7 +260,7 @@ def test_every_cause_is_explained_and_used():
     assert used == CAUSES.keys()
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -283,16 +283,16 @@ def test_every_cause_is_explained_and_used():
         ([Case("embedding", {"V": 3, "C": 2})], "validate: embedding: no size R, expected R, V, C"),
     ],
 )
-def test_suites_that_are_none(cases, text):
+def test_invalid_suites_are_refused(cases, text):
     assert re.fullmatch(text, error_of(cg.CostGraphError, check, cases))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_suites_of_devices_are_some(device):
+def test_device_suites_are_valid(device):
     check(suite(device))
 
 
-def test_policies_that_a_module_does_not_know():
+def test_unknown_policies_of_a_module_are_refused():
     case = small("gpt", attention="eager", checkpoint="from-start")
     text = error_of(GraphError, SUBJECTS["gpt"].program, case, torch.device("cpu"))
     assert text.startswith("validate: gpt: checkpoint 'from-start', expected one of ")
@@ -301,7 +301,7 @@ def test_policies_that_a_module_does_not_know():
     assert text.startswith("validate: gpt: precision 'fp8', expected one of ")
 
 
-def test_devices_that_are_not_here():
+def test_missing_devices_are_refused():
     assert "expected cpu or cuda" in error_of(UnsupportedError, validate, "meta", [MATMUL])
     assert "expected one of them" in error_of(UnsupportedError, validate, "cuda:99", [MATMUL])
 
@@ -309,7 +309,7 @@ def test_devices_that_are_not_here():
 # -- the record ----------------------------------------------------------------------------------------------------
 
 
-def test_a_record_is_read_as_it_was_written(found, tmp_path):
+def test_validation_record_survives_save_and_load(found, tmp_path):
     found.save(tmp_path / "record.json")
     again = Validation.load(tmp_path / "record.json")
     assert again.rows == found.rows
@@ -382,12 +382,12 @@ def test_damaged_records_are_refused(found, tmp_path, damage, text):
     path = tmp_path / "record.json"
     found.save(path)
     path.write_text(damage(json.loads(path.read_text())))
-    said = error_of(FormatError, Validation.load, path)
-    assert re.search(text, said), said
-    assert said.startswith(repr(str(path)))
+    message = error_of(FormatError, Validation.load, path)
+    assert re.search(text, message), message
+    assert message.startswith(repr(str(path)))
 
 
-def test_files_that_are_no_records(found, tmp_path):
+def test_invalid_record_files_are_refused(found, tmp_path):
     assert "expected a record of a validation" in error_of(FormatError, Validation.load, tmp_path / "none.json")
     assert "expected a path that ends in .json" in error_of(FormatError, found.save, "record.toml")
     assert "no such folder" in error_of(FormatError, found.save, tmp_path / "nowhere" / "record.json")
@@ -420,8 +420,8 @@ def test_wrong_flops_are_shown(found):
     wrong = replace(row, declared=replace(row.declared, flops=5))
     (_, rows), _ = replace(found, rows=(wrong,)).tables()
     assert rows[0][1] == "5 FLOP (!)"
-    said = replace(found, rows=(wrong,)).table()
-    assert "declared: 0 of 1 cases equal torch's counter; (!) marks the others." in said
+    table = replace(found, rows=(wrong,)).table()
+    assert "declared: 0 of 1 cases equal torch's counter; (!) marks the others." in table
 
 
 def test_pictures(found, tmp_path):
@@ -430,7 +430,7 @@ def test_pictures(found, tmp_path):
     assert [p.name for p in drawn] == ["peaks.png", "roof.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in drawn)
     (tmp_path / "file").write_text("")
-    assert "expected a directory that can be written" in error_of(FormatError, found.plot, tmp_path / "file")
+    assert "expected a writable directory" in error_of(FormatError, found.plot, tmp_path / "file")
     assert error_of(FormatError, found.plot, None) == "plot: directory None, expected a path"
 
 
@@ -452,18 +452,18 @@ def test_the_command_end_to_end(capsys, tmp_path, monkeypatch):
     words = ["validate", "--quick", "--only", "soft", "--threads", "1", "--out", str(record), "--plots", str(pictures)]
     code, out, err = run(capsys, *words)
     assert code == 0, err
-    found = Validation.load(record)
-    assert [row.case.subject for row in found.rows] == ["softmax"]
-    assert found.environment["threads"] == 1
-    # each case with its figures on one line, in both tables
+    validation = Validation.load(record)
+    assert [row.case.subject for row in validation.rows] == ["softmax"]
+    assert validation.environment["threads"] == 1
+    # each case on one line with its figures, in both tables
     assert len(re.findall(r"softmax fp32 R=61 C=1024 .*equal", out)) == 1
     assert len(re.findall(r"softmax fp32 R=61 C=1024 .* us ", out)) == 1
     assert "Classification: " in out
     assert max(len(line) for line in out.split("\n") if "/" not in line) <= 80
     assert sorted(p.name for p in pictures.iterdir()) == ["peaks.png", "roof.png"]
-    # it was calibrated, and what was attained stands beside the record
+    # the run calibrates, and writes the attained rates next to the record
     assert record.with_suffix(".toml").is_file()
-    assert found.hardware.attained().bandwidth == found.hardware.bandwidth
+    assert validation.hardware.attained().bandwidth == validation.hardware.bandwidth
 
 
 @pytest.mark.parametrize(
@@ -472,11 +472,11 @@ def test_the_command_end_to_end(capsys, tmp_path, monkeypatch):
         (["--out", "record.txt"], "expected a path that ends in .json"),
         (["--out", "record.json", "--only", "nothing like it"], "validate: no cases, expected one at least"),
         (["--out", "record.json", "--device", "tpu"], "expected cpu or cuda"),
-        (["--out", "record.json", "--threads", "9999"], "expected no more than that"),
+        (["--out", "record.json", "--threads", "9999"], "expected at most that number"),
         (["--out", "record.json", "--hardware", "no such device", "--quick"], "no such device"),
     ],
 )
-def test_what_the_command_refuses(capsys, tmp_path, monkeypatch, words, text):
+def test_validate_command_rejects_invalid_arguments(capsys, tmp_path, monkeypatch, words, text):
     for needed in ("typer", "rich"):
         pytest.importorskip(needed)
     monkeypatch.chdir(tmp_path)
@@ -492,9 +492,9 @@ def test_what_the_command_refuses(capsys, tmp_path, monkeypatch, words, text):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda(tmp_path):
-    found = validate("cuda", suite("cuda", quick=True), quick=True, progress=False)
-    found.save(tmp_path / "record.json")
-    assert Validation.load(tmp_path / "record.json").rows == found.rows
-    for row in found.rows:
+    validation = validate("cuda", suite("cuda", quick=True), quick=True, progress=False)
+    validation.save(tmp_path / "record.json")
+    assert Validation.load(tmp_path / "record.json").rows == validation.rows
+    for row in validation.rows:
         assert row.counted("declared"), row.case.name
         assert abs(row.off("declared")) <= 0.05 * row.measured.peak or causes(row.case, "cuda"), row.case.name

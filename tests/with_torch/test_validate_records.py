@@ -1,4 +1,4 @@
-"""Today's predictions beside every record of the suite in `tests/measured/`."""
+"""Current predictions against every record of the suite in `tests/measured/`."""
 
 import statistics
 
@@ -42,7 +42,7 @@ GRAPHS = {}
 
 
 def graph_of(name, row):
-    """The declared graph of a row, made once."""
+    """Return the declared graph of a row, cached."""
     key = (RECORDS[name].environment["device"], row.case.name)
     if key not in GRAPHS:
         GRAPHS[key] = declared(row.case, key[0])
@@ -53,7 +53,7 @@ def today(name, row):
     return predicted(graph_of(name, row), row.case.sizes, RECORDS[name].environment["device"])
 
 
-def test_there_is_a_record_of_a_cpu():
+def test_cpu_record_exists():
     assert any(found.environment["device"] == "cpu" for found in RECORDS.values())
     assert all(len(found.rows) >= 40 for found in RECORDS.values())
     assert all(found.failed == () for found in RECORDS.values() if found.environment["device"] == "cpu")
@@ -61,11 +61,11 @@ def test_there_is_a_record_of_a_cpu():
 
 @pytest.mark.parametrize(("name", "row"), ROWS)
 def test_matmul_flops(name, row):
-    found = today(name, row)
-    assert found.flops - found.uncounted == row.measured.flops
+    prediction = today(name, row)
+    assert prediction.flops - prediction.uncounted == row.measured.flops
     subjects = ("attention flash", "attention flash causal", "gpt block", "llama block")
     in_one_kernel = row.case.subject in subjects or row.case.attention == "flash"
-    assert (found.uncounted > 0) == (in_one_kernel and RECORDS[name].environment["device"] == "cpu")
+    assert (prediction.uncounted > 0) == (in_one_kernel and RECORDS[name].environment["device"] == "cpu")
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS)
@@ -73,27 +73,27 @@ def test_declared_peak(name, row):
     found, device = today(name, row), RECORDS[name].environment["device"]
     off, why = row.measured.peak - found.peak, causes(row.case, device)
     if not why:
-        # on CUDA a block is kept whole where less than 1 MiB of it would be left
+        # on CUDA, a block is not split if the remainder is below 1 MiB
         assert abs(off) <= (KIB4 if device == "cpu" else max(2**20, 0.05 * row.measured.peak))
     elif set(why) == {"mask"}:
         assert abs(off) <= 0.02 * row.measured.peak
-    else:  # what is not modelled is more than what is
+    else:  # unmodelled allocations only raise the peak
         assert off >= -0.02 * row.measured.peak
-        # a kernel may have a workspace as large as it is
+        # a kernel's workspace may be as large as its result
         assert row.case.mode == "kernel" or "workspace" in why or off <= 0.25 * row.measured.peak
 
 
 @pytest.mark.parametrize("part", ["sampled", pytest.param("all", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", RECORDS)
-def test_declared_peaks_of_steps_together(name, part):
-    found = RECORDS[name]
-    rows = found.rows if part == "all" else [row for of, row in PLAIN if of == name]
+def test_declared_step_peaks_have_a_small_median_error(name, part):
+    record = RECORDS[name]
+    rows = record.rows if part == "all" else [row for of, row in PLAIN if of == name]
     steps = [row for row in rows if row.case.mode == "step"]
     shares = [abs(today(name, row).peak - row.measured.peak) / row.measured.peak for row in steps]
     assert statistics.median(shares) <= 0.02
     unexplained = [
         row.case.name for row, share in zip(steps, shares, strict=True)
-        if share > 0.05 and not causes(row.case, found.environment["device"])
+        if share > 0.05 and not causes(row.case, record.environment["device"])
     ]  # fmt: skip
     assert unexplained == []
 
@@ -102,7 +102,7 @@ TRACES = {}
 
 
 def traced_here(case, device):
-    """What a trace says of a program, made once whichever records it is in."""
+    """Return the trace of a program, cached across records."""
     if (device, case.name) not in TRACES:
         program = SUBJECTS[case.subject].program(case, torch.device(device))
         TRACES[device, case.name] = traced(case, program, device)
@@ -115,10 +115,10 @@ TRACED = [pytest.param(*p.values, id=p.id) for p in ROWS if p.values[1].traced i
 @pytest.mark.parametrize(("name", "row"), in_part(TRACED, 0, 20))
 def test_traced_peak_and_flops(name, row):
     device = RECORDS[name].environment["device"]
-    elsewhere = device == "cuda" and not torch.cuda.is_available()  # where ops of CUDA are not seen
-    found = row.traced if elsewhere else traced_here(row.case, device)
-    assert found.flops - found.uncounted == row.measured.flops
-    off = row.measured.peak - found.peak
+    elsewhere = device == "cuda" and not torch.cuda.is_available()  # CUDA ops cannot be traced
+    trace_result = row.traced if elsewhere else traced_here(row.case, device)
+    assert trace_result.flops - trace_result.uncounted == row.measured.flops
+    off = row.measured.peak - trace_result.peak
     if causes(row.case, device, "traced"):
         assert off >= -KIB4
     else:
@@ -126,27 +126,27 @@ def test_traced_peak_and_flops(name, row):
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS)
-def test_no_time_is_below_the_bound(name, row):
-    found = RECORDS[name]
-    roof = modelled(graph_of(name, row), row.case.sizes, found.hardware)
+def test_no_recorded_time_is_below_the_bound(name, row):
+    record = RECORDS[name]
+    roof = modelled(graph_of(name, row), row.case.sizes, record.hardware)
     assert outcome(row.seconds.min, row.modelled.memory, row.modelled.compute) == row.outcome
-    if roof.fused > 4 * (found.cache or 0):
+    if roof.fused > 4 * (record.cache or 0):
         assert row.seconds.min >= roof.bound
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_most_ops_follow_what_the_roofline_says(name):
-    told = [row.agrees for row in RECORDS[name].rows if row.agrees is not None]
-    assert sum(told) >= 0.6 * len(told) > 0
+def test_most_ops_agree_with_the_roofline(name):
+    agreements = [row.agrees for row in RECORDS[name].rows if row.agrees is not None]
+    assert sum(agreements) >= 0.6 * len(agreements) > 0
 
 
-def test_what_is_not_traced_is_known():
+def test_untraced_rows_are_known():
     for found in RECORDS.values():
         missing = {(row.case.optimizer, row.case.implementation) for row in found.rows
                    if row.traced is None and row.case.program == "module"}  # fmt: skip
-        # Adafactor asks for the values of its factors; what writes no result at all has nothing to trace
+        # Adafactor queries the values of its factors; an op without a result leaves nothing to trace
         assert missing <= {("Adafactor", "foreach"), ("Adafactor", "for-loop"), ("AdaGrad", "fused")}
 
 
-def test_the_page_is_that_of_the_records():
+def test_validation_page_is_current():
     assert PAGE.read_text() == page()

@@ -1,4 +1,4 @@
-"""Checkpoints as transformers saves them, beside the models that are declared of their config.json."""
+"""Checkpoints saved by transformers match the declared models of their config.json."""
 
 import pytest
 from config_files import FILES, file_of
@@ -8,18 +8,18 @@ import costgraph as cg
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-#: Of each way in which tensors are put together or taken apart: the rest takes long.
+#: One model for each way of fusing or splitting tensors: the rest takes long.
 FEW = {"GPT2LMHeadModel", "LlamaForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM"}
 
 
 @pytest.mark.parametrize(
     "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.long) for n in FILES]
 )  # fmt: skip
-def test_a_saved_checkpoint_agrees_with_its_config(name, tmp_path):
+def test_saved_checkpoint_matches_its_config(name, tmp_path):
     fields = file_of(name)
     module = getattr(transformers, fields["architectures"][0])
     config = module.config_class.from_dict(fields)
     module(config).save_pretrained(tmp_path)
-    found = cg.compare_weights(cg.models.from_config(tmp_path, dtype="fp32"), tmp_path)
-    assert found.agree, str(found)
-    assert found.parameters[0] == cg.param_count(cg.models.from_config(tmp_path))
+    comparison = cg.compare_weights(cg.models.from_config(tmp_path, dtype="fp32"), tmp_path)
+    assert comparison.agree, str(comparison)
+    assert comparison.parameters[0] == cg.param_count(cg.models.from_config(tmp_path))

@@ -1,4 +1,4 @@
-"""What is said of the workspace of kernels on a CPU: none where a graph has none, and a page that lists the others."""
+"""Kernel workspaces on a CPU: none for kernels with exact peaks, and a page with the others."""
 
 import re
 from pathlib import Path
@@ -12,9 +12,9 @@ from workspaces import case, elementwise, lookups, matmuls, norms, rand, reducti
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "accuracy" / "workspaces.md"
 
-#: Kernels of fp32 that take a few numbers, one in a register of Python's, or a buffer of the width of a row.
+#: fp32 kernels with a workspace of a few numbers, a Python scalar, or a row-wide buffer.
 SMALL = {"mul": 12, "mean": 12, "native_layer_norm_backward": 2 * 4096 * 4}
-#: Kernels that take more: in the page, and exempt where a peak is held to a few KiB.
+#: Kernels with larger workspaces: listed on the page, and exempt from peak tolerances of a few KiB.
 LARGE = (
     "add", "add_", "clone", "logsumexp", "native_batch_norm", "native_batch_norm_backward", "native_dropout",
     "native_group_norm_backward", "sort",
@@ -30,22 +30,22 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def test_a_kernel_that_is_known_to_need_a_temporary():
+def test_logsumexp_workspace_by_hand():
     x = rand(16, 64)
-    (found,) = workspaces([case("logsumexp", "", x, [1])[2]])
-    assert found == 4 * 16 * 64 + 4 * 16  # exponentials of all elements, and the largest of each row
+    (measured,) = workspaces([case("logsumexp", "", x, [1])[2]])
+    assert measured == 4 * 16 * 64 + 4 * 16  # all exponentials, and each row's maximum
 
 
-def test_kernels_of_which_peaks_are_exact_need_none():
+def test_kernels_with_exact_peaks_have_no_workspace():
     families = (matmuls, norms, reductions, elementwise, lookups)
     cases = [c for family in families for c in family() if not re.match("bf16|fp16", c[1]) and c[0] not in LARGE]
-    found = workspaces(call for _, _, call in cases)
-    some = {op: n for (op, _, _), n in zip(cases, found, strict=True) if n > SMALL.get(op, 0)}
+    measured = workspaces(call for _, _, call in cases)
+    some = {op: n for (op, _, _), n in zip(cases, measured, strict=True) if n > SMALL.get(op, 0)}
     assert len(cases) > 80
     assert some == {}
 
 
-def test_the_page_lists_those_that_take_some():
+def test_page_lists_kernels_with_workspaces():
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| ([\d,]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     fp32 = {op for op, condition, _ in rows if not re.match("bf16|fp16", condition)}
     assert set(LARGE) <= fp32

@@ -1,4 +1,4 @@
-"""Convolutional networks and diffusion U-Nets against plain modules: parameters and matmul FLOPs, equal to the last."""
+"""Convolutional networks and diffusion U-Nets against plain modules: exact parameters and matmul FLOPs."""
 
 from functools import cache
 
@@ -88,7 +88,7 @@ def bound(shape, sizes):
     return tuple(int(n.subs({s: sizes[s.name] for s in n.free_symbols})) for n in shape)
 
 
-# -- the published sizes, which test_zoo_page.py holds to their modules ------------------------------------------------
+# -- published sizes: test_zoo_page.py compares the presets with their modules -----------------------------------------
 
 
 def test_every_preset_has_a_reference():
@@ -103,7 +103,7 @@ def test_every_preset_has_a_reference():
 
 @pytest.mark.parametrize("side", [pytest.param(64, marks=pytest.mark.long), 71])
 @pytest.mark.parametrize("case", sorted(VISION))
-def test_small_models_on_odd_sides(case, side):
+def test_small_convnets_with_odd_sides_match_torch(case, side):
     name, options, sizes, build = VISION[case]
     module, x = build().eval(), torch.zeros(3, 3, side, side)
     g = load(name, **options)
@@ -113,8 +113,8 @@ def test_small_models_on_odd_sides(case, side):
     assert cg.matmul_flops(g, count="full", B=3, R=side, **sizes) == counter.get_total_flops()
 
 
-def test_elementwise_flops_of_a_model_are_those_of_its_trace():
-    """Norms with running statistics, activations, poolings, sums and the head, of odd sizes."""
+def test_convnet_elementwise_flops_equal_the_trace():
+    """Norms with running statistics, activations, pooling, sums and the head, at odd sizes."""
     for case in ("bottleneck", "densenet", "alexnet"):
         name, options, sizes, build = VISION[case]
         g = load(name, dtype="fp32", **options)
@@ -123,7 +123,7 @@ def test_elementwise_flops_of_a_model_are_those_of_its_trace():
         assert (ours.pointwise, ours.transcendental) == (theirs.pointwise, theirs.transcendental)
 
 
-def test_buffers_are_those_of_the_module():
+def test_buffer_bytes_equal_the_module():
     name, options, sizes, build = VISION["bottleneck"]
     g = load(name, **options)
     held = sum(life.bytes for life in cg.lifetimes(g, B=1, R=64, **sizes) if life.role == "buffer")
@@ -134,13 +134,13 @@ def test_buffers_are_those_of_the_module():
 
 
 def squared(axes):
-    """The mean of squared results, for a declaration."""
+    """Declare the mean squared result."""
     return lambda y: cg.reduce(cg.ops.pointwise("square", y), f"{axes} -> ", "mean")
 
 
 @cache
 def traced_step(case):
-    """The trace of a step of a module without dropout, as declarations have none."""
+    """Trace a step of a module without dropout, which declarations lack."""
     module = VISION[case][-1]().train()
     for layer in module.modules():
         layer.p = 0.0
@@ -162,7 +162,7 @@ def test_matmul_flops_of_a_step(case):
 
 
 def test_matmul_flops_of_a_step_with_groups():
-    """The counter ignores groups in the backward pass (docs/howto/flop_counter.md): the trace of the step does not."""
+    """The counter ignores groups in the backward pass (docs/howto/flop_counter.md); the trace of the step does not."""
     name, options, sizes, build = VISION["grouped"]
     step = training_step(load(name, **options), optimizer=cg.SGD())
     ours = cg.matmul_flops(step, count="full", B=2, R=71, **sizes)
@@ -171,7 +171,7 @@ def test_matmul_flops_of_a_step_with_groups():
 
 
 def test_elementwise_flops_of_norms_in_a_step():
-    """Forward: statistics of the batch, and running ones updated."""
+    """Forward: batch statistics, and the update of the running ones."""
     name, options, sizes, _ = VISION["basic"]
     step = training_step(load(name, dtype="fp32", **options))
     ours = cg.costs(step, B=2, R=71, **sizes).filter(phase="forward", direction="compute")
@@ -182,14 +182,14 @@ def test_elementwise_flops_of_norms_in_a_step():
 
 
 @pytest.mark.parametrize("case", ["basic", pytest.param("vgg-bn", marks=pytest.mark.long), "densenet"])
-def test_peak_memory_is_that_of_the_trace(case):
-    """What runs in place, what norms save, what lives how long; of a step also the gradient of the loss, a scalar."""
+def test_convnet_peak_equals_the_trace(case):
+    """In-place ops, saved statistics and lifetimes; a step also has the scalar gradient of the loss."""
     name, options, sizes, build = VISION[case]
     g, x = load(name, dtype="fp32", **options), torch.zeros(2, 3, 71, 71)
     assert cg.peak_memory(g, B=2, R=71, **sizes) == cg.peak_memory(trace(build().eval(), x))
     step = cg.backward(with_loss(g, squared("b c")))
     seen = traced_step(case)
-    # torch's gradient of a norm of channels takes memory of its own, as real runs do; declared ones state none
+    # torch's gradient of a channel norm allocates a workspace, as in real runs; declarations have none
     room = max((op.workspace.constant for op in seen.ops if "batch_norm_backward" in op.name), default=0)
     assert 0 <= cg.peak_memory(seen) - cg.peak_memory(step, B=2, R=71, **sizes) <= 4 + room
 
@@ -223,7 +223,7 @@ CHANGES = {
         for name in ("ResNetForImageClassification", "ResNetModel")
     ],
 )
-def test_a_configuration_of_transformers(architecture, changes):
+def test_transformers_resnet_configs_match_their_modules(architecture, changes):
     c = config(**changes)
     module = getattr(transformers, architecture)(c).eval()
     g = cg.models.from_config({**c.to_dict(), "architectures": [architecture]})
@@ -237,7 +237,7 @@ def test_a_configuration_of_transformers(architecture, changes):
     assert [bound(t.shape, sizes) for t in g.outputs] == shapes
 
 
-def test_the_configuration_of_resnet50_is_the_preset():
+def test_resnet50_config_equals_the_preset():
     g = cg.models.from_config(
         {**transformers.ResNetConfig(num_labels=1000).to_dict(), "architectures": ["ResNetForImageClassification"]}
     )
@@ -261,8 +261,8 @@ def small_unet(text):
 
 @pytest.mark.parametrize("side", [16, 13, 9])
 @pytest.mark.parametrize("text", [False, True])
-def test_small_unets_on_odd_sides(text, side):
-    """Also of a number of levels, of blocks and of attended levels that no preset has."""
+def test_small_unets_with_odd_sides_match_torch(text, side):
+    """Includes numbers of levels, blocks and attention levels that no preset has."""
     options, sizes, build = small_unet(text)
     module = build().eval()
     g = load("stable-diffusion-1.5-unet", symbolic=True, **options)
@@ -279,7 +279,7 @@ def test_small_unets_on_odd_sides(text, side):
 
 
 @pytest.mark.parametrize("text", [pytest.param(False, marks=pytest.mark.long), True])
-def test_matmul_flops_of_the_passes_of_a_unet(text):
+def test_unet_step_matmul_flops_match_torch(text):
     options, sizes, build = small_unet(text)
     loss = with_loss(load("stable-diffusion-1.5-unet", symbolic=True, **options), squared("b c h w"))
     step = cg.backward(loss)

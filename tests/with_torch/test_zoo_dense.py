@@ -1,4 +1,4 @@
-"""Decoders without experts beside transformers' modules of small configurations: FLOPs, parameters, masks, steps."""
+"""Decoders without experts against small transformers modules: FLOPs, parameters, masks, steps."""
 
 from functools import cache
 
@@ -16,12 +16,12 @@ transformers = pytest.importorskip("transformers")
 
 B, S = SIZES["B"], SIZES["S"]
 GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, FALCON, OLMO2 = CONFIGS
-#: Two heads of queries share one of keys; H*K is not D where a configuration has a field for it.
+#: Two query heads share a KV head; H*K differs from D where a config has a field for it.
 SMALL = {
     "hidden_size": 18, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 23,
     "num_hidden_layers": 3, "vocab_size": 29,
 }  # fmt: skip
-WIDE = {**SMALL, "hidden_size": 24}  # heads of 4 elements
+WIDE = {**SMALL, "hidden_size": 24}  # heads with 4 elements
 HEAD = {"head_dim": 10}
 GPT2_SMALL = {"n_embd": 15, "n_head": 3, "n_layer": 3, "n_positions": 17, "vocab_size": 29}
 FALCON_SMALL = {"hidden_size": 24, "num_attention_heads": 6, "num_hidden_layers": 3, "vocab_size": 29}
@@ -67,7 +67,7 @@ VARIANTS = {
     ),
     "phi3": (PHI3, WIDE),
     "phi3 all heads": (PHI3, {**WIDE, **WINDOW, "num_key_value_heads": None}),
-    "phi3 partial": (PHI3, {**WIDE, "hidden_size": 60, "rope_parameters": PARTIAL, **TIED}),  # 6 of 10 elements
+    "phi3 partial": (PHI3, {**WIDE, "hidden_size": 60, "rope_parameters": PARTIAL, **TIED}),  # 6 elements out of 10
     "falcon": (FALCON, FALCON_SMALL),
     "falcon biases": (FALCON, {**FALCON_SMALL, "bias": True, "ffn_hidden_size": 31, **UNTIED}),
     "falcon many": (FALCON, {**FALCON_SMALL, "multi_query": False}),
@@ -81,14 +81,14 @@ VARIANTS = {
 }  # fmt: skip
 
 
-#: One or two of each family, for what takes longer than counting.
+#: One or two of each family, for tests slower than counting.
 SEVERAL = [
     "gpt2", "llama biases", "mistral", "qwen2 window", "gemma2 odd", "gemma3 pairs", "phi3 partial",
     "falcon new biases", "olmo2 heads",
 ]  # fmt: skip
 
 
-def built(name):
+def build_module(name):
     classes, fields = VARIANTS[name]
     return module(classes, fields), config(classes, **fields).to_dict()
 
@@ -100,36 +100,36 @@ def graph_of(name, attention="flash"):
 
 
 def counted(name):
-    """Parameters and matmul FLOPs of a module, as torch counts them."""
-    reference, _ = built(name)
+    """Return torch's counts of a module: parameters and matmul FLOPs."""
+    reference, _ = build_module(name)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         reference.eval()(*inputs())
     return sum(p.numel() for p in reference.parameters()), counter.get_total_flops()
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
-def test_a_small_configuration_counts_what_its_module_counts(name):
+def test_small_dense_config_counts_equal_the_module(name):
     g = graph_of(name, "eager")
-    found = cg.param_count(g), cg.matmul_flops(g, count="full", **SIZES)
-    assert found == counts_of("dense", name, counted, live=name in SEVERAL)
+    counts = cg.param_count(g), cg.matmul_flops(g, count="full", **SIZES)
+    assert counts == counts_of("dense", name, counted, live=name in SEVERAL)
 
 
 @pytest.mark.long
-def test_modules_count_what_is_recorded():
+def test_dense_module_counts_equal_the_record():
     for name in VARIANTS:
         assert counted(name) == counts_of("dense", name, counted, live=False), name
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_both_kernels_of_attention_count_the_same(name):
+def test_flash_and_eager_attention_count_the_same(name):
     flash, eager = graph_of(name), graph_of(name, "eager")
     assert cg.matmul_flops(flash, count="full", **SIZES) == cg.matmul_flops(eager, count="full", **SIZES)
     assert cg.param_count(flash) == cg.param_count(eager)
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2 window", "gemma2 odd", "gemma3 rest", "phi3 partial", "falcon new"])
-def test_what_transformers_writes_reads_the_same(name, tmp_path):
-    """It leaves out the fields that have the default of their class."""
+def test_saved_dense_config_loads_the_same_graph(name, tmp_path):
+    """transformers omits the fields that have the default of their class."""
     classes, fields = VARIANTS[name]
     config(classes, **fields).save_pretrained(tmp_path)
     g, same = cg.models.from_config(tmp_path), graph_of(name)
@@ -142,9 +142,9 @@ def test_what_transformers_writes_reads_the_same(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", in_part(SEVERAL, 0))
-def test_a_training_step_counts_what_autograd_runs(name):
+def test_dense_step_matmul_flops_equal_autograd(name):
     torch.manual_seed(0)
-    reference, _ = built(name)
+    reference, _ = build_module(name)
     with FlopCounterMode(display=False) as counter:
         logits = reference.train()(*inputs()).logits
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(B * S, dtype=torch.int64)).backward()
@@ -153,15 +153,15 @@ def test_a_training_step_counts_what_autograd_runs(name):
     assert isinstance(cg.peak_memory(step, **SIZES), int)
 
 
-# -- what windows leave out ------------------------------------------------------------------------------------------
+# -- pairs outside the window ------------------------------------------------------------------------------------------
 
 MASKED = {"mistral": 3, "mistral full": 0, "qwen2 window": 1, "qwen3 pattern": 2, "gemma2 odd": 2, "gemma3 rest": 7,
           "gemma3 local": 5, "phi3 all heads": 3, "gemma2 global": 0}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(MASKED))
-def test_a_flash_kernel_computes_the_pairs_that_the_masks_of_the_module_show(name):
-    reference, _ = built(name)
+def test_flash_flops_match_the_modules_masks(name):
+    reference, _ = build_module(name)
     shown = []
 
     def seen(layer, arguments, keywords):
@@ -177,7 +177,7 @@ def test_a_flash_kernel_computes_the_pairs_that_the_masks_of_the_module_show(nam
     sizes = reference.config
     H, K = sizes.num_attention_heads, rows.head_dim
     g = graph_of(name)
-    # 2 products, 2 FLOPs for each element of a head, by pairs that are seen
+    # 2 matmuls, 2 FLOPs per element of a head, for each visible pair
     per_pair = 2 * 2 * H * K
     hidden = [S * S - n for n in shown]
     full = cg.matmul_flops(g, count="full", **SIZES)
@@ -187,22 +187,22 @@ def test_a_flash_kernel_computes_the_pairs_that_the_masks_of_the_module_show(nam
     assert hidden.count(band) == MASKED[name]
 
 
-# -- full size, where test_zoo_page.py holds each preset to its module ------------------------------------------------
+# -- full size: test_zoo_page.py compares each preset with its module --------------------------------------------------
 
-#: One preset for each set of fields that a class is written with: the others differ in numbers.
+#: One preset for each set of config fields: the others differ only in numbers.
 WRITTEN = {(c, *sorted(fields)): (c, name) for c, published in CONFIGS.items() for name, fields in published.items()}
 
 
 @pytest.mark.parametrize(("classes", "name"), sorted(WRITTEN.values()))
-def test_a_preset_is_its_configuration(classes, name):
+def test_dense_preset_equals_its_published_config(classes, name):
     g, preset = cg.models.from_config(config(classes, **CONFIGS[classes][name]).to_dict()), load(name)
     assert g.defaults == preset.defaults
     assert cg.param_count(g) == cg.param_count(preset)
     assert cg.flops(g) == cg.flops(preset)
 
 
-def test_the_text_model_of_gemma_3_is_the_published_model_without_its_vision():
-    # google/gemma-3-4b-pt has 4,300,079,472 parameters, those of its image encoder and projector included
+def test_gemma_3_text_model_is_the_published_one_without_vision():
+    # google/gemma-3-4b-pt has 4,300,079,472 parameters, including its image encoder and projector
     with torch.device("meta"):
         text = config(GEMMA3, **CONFIGS[GEMMA3]["gemma-3-4b"])
         vision = transformers.SiglipVisionConfig(

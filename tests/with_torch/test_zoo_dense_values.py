@@ -1,4 +1,4 @@
-"""Declared decoders run on the weights of transformers' modules: they compute the same logits."""
+"""Declared decoders run on the weights of transformers modules and compute the same logits."""
 
 import re
 from itertools import chain, groupby
@@ -19,7 +19,7 @@ SEVERAL = [
     "gemma3 rest", "gemma3 pairs", "phi3 all heads", "phi3 partial", "falcon", "falcon new biases", "falcon in turn",
     "olmo2 heads",
 ]  # fmt: skip
-#: Modules of the references by the scopes of the declarations.
+#: Reference modules by the scopes of the declarations.
 NAMES = {
     "input_layernorm": "attention.norm", "ln_attn": "attention.norm", "ln_1": "attention.norm",
     "pre_feedforward_layernorm": "mlp.norm", "ln_mlp": "mlp.norm", "ln_2": "mlp.norm",
@@ -41,7 +41,7 @@ OUTSIDE = {
 
 
 def places(kinds, rest, depth):
-    """Where the layers of a pattern lie in the declaration: scopes before a name, and indices behind it."""
+    """Return the locations of a pattern's layers in the declaration: scope prefixes and index suffixes."""
 
     def run(kinds, scopes, index):
         for kind, group in groupby(kinds):
@@ -55,7 +55,7 @@ def places(kinds, rest, depth):
 
 
 def unpacked(weight, settings):
-    """Rows of Falcon's queries, keys and values, queries first and divided by the root that scores are divided by."""
+    """Return Falcon's QKV rows with queries first, divided by the root that scales the scores."""
     H, K = settings.num_attention_heads, settings.head_dim
     if settings.new_decoder_architecture:
         G = settings.num_kv_heads
@@ -67,7 +67,7 @@ def unpacked(weight, settings):
 
 
 def numbers(model, where):
-    """Tensors of the reference by the names of the declaration, those of matrices turned."""
+    """Return the reference's tensors by declared name, with transposed matrices."""
     after = any("post_feedforward" in name for name, _ in model.named_modules())
     names = {**NAMES, "post_attention_layernorm": "attention.norm_after" if after else "mlp.norm"}
     gemma = model.config.model_type.startswith("gemma")
@@ -86,15 +86,17 @@ def numbers(model, where):
 
 
 def tables(model):
-    """Frequencies of rotary positions, those of local layers first."""
-    found = [t for name, t in sorted(model.named_buffers(), reverse=True) if re.search(r"(?<!original_)inv_freq", name)]
-    return {f"rope{'' if i == 0 else f'_{i}'}.inv_freq": t for i, t in enumerate(found)}
+    """Return the rotary frequencies, with local layers first."""
+    buffers = [
+        t for name, t in sorted(model.named_buffers(), reverse=True) if re.search(r"(?<!original_)inv_freq", name)
+    ]
+    return {f"rope{'' if i == 0 else f'_{i}'}.inv_freq": t for i, t in enumerate(buffers)}
 
 
 @pytest.mark.parametrize("name", in_part(SEVERAL, 0))
-def test_a_declared_model_computes_what_the_module_does(name):
+def test_declared_decoder_computes_the_modules_logits(name):
     classes, fields = VARIANTS[name]
-    # constants that change no cost are declared as one number: of norms, of soft caps, and 1 for factors
+    # constants without an effect on cost have one declared value: for norms, for soft caps, and 1 for factors
     constants = {"layer_norm_epsilon": 1e-5} if "GPT2" in classes or "Falcon" in classes else {"rms_norm_eps": 1e-6}
     constants |= {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 30.0} if "Gemma2" in classes else {}
     settings = config(classes, **fields, **constants)

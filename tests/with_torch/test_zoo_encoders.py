@@ -1,4 +1,4 @@
-"""Encoders, encoder-decoders and vision transformers beside torch modules made from the same configuration."""
+"""Encoders, encoder-decoders and vision transformers against torch modules with the same config."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ EAGER = {"attn_implementation": "eager"}
 
 
 def of(module, graph, inputs=(), keywords=None, **sizes):
-    """Compare a declaration with the module, counted by torch; `test_zoo_page.py` traces modules."""
+    """Compare a declaration with torch's counts of the module; `test_zoo_page.py` traces modules."""
     module = module.eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(*inputs, **(keywords or {}))
@@ -26,8 +26,8 @@ def of(module, graph, inputs=(), keywords=None, **sizes):
     assert cg.matmul_flops(graph, count="full", **sizes) == counter.get_total_flops()
 
 
-def configured(kind, config):
-    """Return the module of a configuration, and the declaration that reads it."""
+def module_and_graph(kind, config):
+    """Return the module of a config, and its declaration."""
     config._attn_implementation = "eager"
     fields = {**config.to_dict(), "architectures": [kind.__name__]}
     return kind(config), cg.models.from_config(fields, attention="eager")
@@ -54,13 +54,13 @@ BERT = {
     ],
 )
 def test_bert(kind, more):
-    module, graph = configured(getattr(transformers, kind), transformers.BertConfig(**{**BERT, **more}))
+    module, graph = module_and_graph(getattr(transformers, kind), transformers.BertConfig(**{**BERT, **more}))
     of(module, graph, (ids(B, S),), B=B, S=S)
 
 
 # -- T5 --------------------------------------------------------------------------------------------------------------
 
-T5 = {  # three heads of five are not a width of 14
+T5 = {  # three heads with dimension five, not a width of 14
     "d_model": 14, "num_heads": 3, "d_kv": 5, "d_ff": 19, "num_layers": 2, "vocab_size": 23,
     "relative_attention_num_buckets": 8, "decoder_start_token_id": 0,
 }  # fmt: skip
@@ -77,27 +77,27 @@ def t5_inputs():
         {"num_decoder_layers": 3},
         {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 1},
         {"feed_forward_proj": "gated-silu", "relative_attention_num_buckets": 12},
-        {"tie_word_embeddings": False},  # which transformers 5 writes as tied, with features that are not scaled
+        {"tie_word_embeddings": False},  # transformers 5 saves it as tied, with unscaled features
     ],
 )
 def test_t5(more):
-    module, graph = configured(transformers.T5ForConditionalGeneration, transformers.T5Config(**{**T5, **more}))
+    module, graph = module_and_graph(transformers.T5ForConditionalGeneration, transformers.T5Config(**{**T5, **more}))
     of(module, graph, keywords=t5_inputs(), B=B, S=S, M=M)
 
 
-def test_t5_with_a_head_of_its_own_as_its_checkpoints_have_it():
-    """transformers 5 makes a fresh module tied whatever the file says, and unties it when a checkpoint is loaded."""
+def test_untied_t5_head_matches_the_module():
+    """transformers 5 ties fresh modules whatever the config says, and unties them when it loads a checkpoint."""
     fields = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
     module = transformers.T5ForConditionalGeneration(transformers.T5Config(**fields, **EAGER))
     module.lm_head.weight = torch.nn.Parameter(module.shared.weight.detach().clone())
     graph = cg.models.from_config({**fields, "architectures": ["T5ForConditionalGeneration"]}, attention="eager")
     of(module, graph, keywords=t5_inputs(), B=B, S=S, M=M)
-    assert not any(t.name == "scale" for t in graph.tensors)  # only a tied head is given scaled features
+    assert not any(t.name == "scale" for t in graph.tensors)  # only a tied head scales its features
 
 
 # -- Whisper ---------------------------------------------------------------------------------------------------------
 
-WHISPER = {  # the two stacks differ in every size that they may differ in
+WHISPER = {  # the two stacks differ in every possible size
     "d_model": 30, "encoder_attention_heads": 3, "encoder_ffn_dim": 19, "encoder_layers": 3,
     "decoder_attention_heads": 5, "decoder_ffn_dim": 17, "decoder_layers": 2, "vocab_size": 23, "num_mel_bins": 7,
     "max_source_positions": M, "max_target_positions": 13, "pad_token_id": 0,
@@ -111,7 +111,7 @@ def whisper_inputs():
 @pytest.mark.parametrize("more", [{}, {"activation_function": "relu"}, {"tie_word_embeddings": False}])
 def test_whisper(more):
     kind = transformers.WhisperForConditionalGeneration
-    module, graph = configured(kind, transformers.WhisperConfig(**{**WHISPER, **more}))
+    module, graph = module_and_graph(kind, transformers.WhisperConfig(**{**WHISPER, **more}))
     of(module, graph, keywords=whisper_inputs(), B=B, S=S)
 
 
@@ -133,17 +133,19 @@ VIT = {
     ],
 )
 def test_vit(kind, more):
-    module, graph = configured(getattr(transformers, kind), transformers.ViTConfig(**{**VIT, **more}))
+    module, graph = module_and_graph(getattr(transformers, kind), transformers.ViTConfig(**{**VIT, **more}))
     of(module, graph, (torch.zeros(B, 2, 23, 23),), B=B)
 
 
-def test_vit_as_torchvision_has_it():
+def test_vit_matches_torchvision():
     module = VisionTransformer(23, 5, 15, 3, 19, 2, classes=11, channels=2)
     graph = load("vit-b-16", patch=5, attention="eager")
     sizes = {"R": 23, "IC": 2, "D": 15, "H": 3, "F": 19, "L": 2, "C": 11}
     assert cg.param_count(graph, **sizes) == sum(p.numel() for p in module.parameters())
-    made = trace(module, torch.zeros(B, 2, 23, 23))  # torch's counter knows no fused attention of a CPU
-    assert cg.matmul_flops(graph, count="full", B=B, **sizes) == cg.matmul_flops(made, count="full")
+    graph_of_module = trace(
+        module, torch.zeros(B, 2, 23, 23)
+    )  # torch's counter has no formula for fused attention on a CPU
+    assert cg.matmul_flops(graph, count="full", B=B, **sizes) == cg.matmul_flops(graph_of_module, count="full")
 
 
 # -- CLIP ------------------------------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ VISION = {
 @pytest.mark.parametrize("more", [{}, {"hidden_act": "gelu"}])
 def test_clip(more):
     config = transformers.CLIPConfig(text_config={**TEXT, **more}, vision_config=VISION, projection_dim=11)
-    module, graph = configured(transformers.CLIPModel, config)
+    module, graph = module_and_graph(transformers.CLIPModel, config)
     of(module, graph, (ids(B, S), torch.zeros(B, 2, 23, 23)), B=B, S=S)
 
 
@@ -185,20 +187,20 @@ def test_dit(patch, learned):
 
 
 def total(y):
-    """A scalar of every output, whose gradient needs no product of matrices."""
+    """Return a scalar of every output, whose gradient needs no matmul."""
     if isinstance(y, torch.Tensor):
         return y.sum()
     return sum(t.sum() for t in y.values() if isinstance(t, torch.Tensor) and t.is_floating_point())
 
 
 def summed(*outputs):
-    """The same for a declaration."""
+    """Declare the same scalar."""
     axes = [" ".join(f"a{i}" for i in range(t.ndim)) for t in outputs]
     parts = [cg.reduce(t, f"{names} -> ", "sum") for t, names in zip(outputs, axes, strict=True)]
     return sum(parts[1:], start=parts[0])
 
 
-def trained(module, graph, inputs=(), keywords=None, **sizes):
+def assert_step_matches(module, graph, inputs=(), keywords=None, **sizes):
     """Compare a whole step with a forward and backward pass of the module."""
     with FlopCounterMode(display=False) as counter:
         total(module(*inputs, **(keywords or {}))).backward()
@@ -208,12 +210,12 @@ def trained(module, graph, inputs=(), keywords=None, **sizes):
 
 @pytest.mark.long
 def test_a_step_of_bert():
-    module, graph = configured(transformers.BertModel, transformers.BertConfig(**BERT))
-    trained(module, graph, (ids(B, S),), B=B, S=S)
+    module, graph = module_and_graph(transformers.BertModel, transformers.BertConfig(**BERT))
+    assert_step_matches(module, graph, (ids(B, S),), B=B, S=S)
 
 
 def test_a_step_of_t5():
-    module, graph = configured(transformers.T5ForConditionalGeneration, transformers.T5Config(**T5))
+    module, graph = module_and_graph(transformers.T5ForConditionalGeneration, transformers.T5Config(**T5))
     decoded = {**t5_inputs(), "return_dict": True}
     with FlopCounterMode(display=False) as counter:
         module(**decoded).logits.sum().backward()
@@ -223,7 +225,7 @@ def test_a_step_of_t5():
 
 def test_a_step_of_whisper():
     kind = transformers.WhisperForConditionalGeneration
-    module, graph = configured(kind, transformers.WhisperConfig(**WHISPER))
+    module, graph = module_and_graph(kind, transformers.WhisperConfig(**WHISPER))
     with FlopCounterMode(display=False) as counter:
         module(**whisper_inputs()).logits.sum().backward()
     step = cg.training_step(graph, loss=summed, optimizer=cg.SGD())
@@ -232,16 +234,16 @@ def test_a_step_of_whisper():
 
 @pytest.mark.long
 def test_a_step_of_vit():
-    module, graph = configured(transformers.ViTModel, transformers.ViTConfig(**VIT))
-    trained(module, graph, (torch.zeros(B, 2, 23, 23),), B=B)
+    module, graph = module_and_graph(transformers.ViTModel, transformers.ViTConfig(**VIT))
+    assert_step_matches(module, graph, (torch.zeros(B, 2, 23, 23),), B=B)
 
 
 def test_a_step_of_clip():
     config = transformers.CLIPConfig(text_config=TEXT, vision_config=VISION, projection_dim=11)
-    module, graph = configured(transformers.CLIPModel, config)
+    module, graph = module_and_graph(transformers.CLIPModel, config)
     with FlopCounterMode(display=False) as counter:
         module(ids(B, S), torch.zeros(B, 2, 23, 23), return_loss=True).loss.backward()
-    step = cg.training_step(graph, optimizer=cg.SGD())  # with its own loss
+    step = cg.training_step(graph, optimizer=cg.SGD())  # CLIP has its own loss
     assert cg.matmul_flops(step, count="full", B=B, S=S) == counter.get_total_flops()
 
 
@@ -249,7 +251,7 @@ def test_a_step_of_dit():
     sizes = {"R": 10, "IC": 3, "D": 15, "H": 3, "F": 19, "L": 2, "C": 11, "waves": 14}
     module = DiT(10, 2, 15, 3, 19, 2, classes=11, channels=3, waves=14)
     graph = load("dit-xl-2", attention="eager")
-    trained(module, graph, (torch.zeros(B, 3, 10, 10), ids(B), ids(B)), B=B, **sizes)
+    assert_step_matches(module, graph, (torch.zeros(B, 3, 10, 10), ids(B), ids(B)), B=B, **sizes)
 
 
 SMALL = {
@@ -267,7 +269,7 @@ SMALL = {
 }  # fmt: skip
 
 
-#: Biases of scores, attention to other positions, a loss of its own, and modulated norms; each with one kernel.
+#: Score biases, cross-attention, a custom loss, and modulated norms; each with one kernel.
 KERNELS = [
     ("t5-small", "flash"),
     ("whisper-tiny", "eager"),
@@ -279,9 +281,9 @@ KERNELS = [
 
 
 @pytest.mark.parametrize(("name", "attention"), KERNELS)
-def test_gradients_are_those_of_autograd(name, attention):
-    """A step of plain descent with rate 1 takes the gradient away, which autograd finds through the forward pass."""
-    # autograd does not go through the lowered quick_gelu, which works in place
+def test_encoder_gradients_equal_autograd(name, attention):
+    """A step of plain SGD with rate 1 subtracts the gradient, which autograd computes from the forward pass."""
+    # autograd cannot differentiate the lowered quick_gelu, which works in place
     options = {"text_activation": "gelu", "vision_activation": "silu"} if name.startswith("clip") else {}
     graph = load(name, dtype="fp64", attention=attention, **options)
     chosen = None if graph.loss else summed
@@ -291,9 +293,9 @@ def test_gradients_are_those_of_autograd(name, attention):
     inputs = random_inputs(loss, **SMALL[name])
     before = {k: v.clone() for k, v in forward.state_dict().items()}
     update.load_state_dict(before)
-    made = forward.requires_grad_()(*inputs)
-    made.backward()
-    torch.testing.assert_close(update(*inputs), made.detach(), rtol=1e-12, atol=1e-12)
+    output = forward.requires_grad_()(*inputs)
+    output.backward()
+    torch.testing.assert_close(update(*inputs), output.detach(), rtol=1e-12, atol=1e-12)
     for k, p in forward.named_parameters():
         change = before[k] - update.get_parameter(k)
         if "positions" in k and not change.any():  # frozen
@@ -302,7 +304,7 @@ def test_gradients_are_those_of_autograd(name, attention):
             torch.testing.assert_close(change, p.grad, rtol=1e-6, atol=1e-12)
 
 
-# -- the published sizes, which test_zoo_page.py holds to their modules -----------------------------------------------
+# -- published sizes: test_zoo_page.py compares the presets with their modules -----------------------------------------
 
 
 def test_every_model_has_a_reference():

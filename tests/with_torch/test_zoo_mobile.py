@@ -1,4 +1,4 @@
-"""ConvNeXt, Swin, MobileNet, EfficientNet and DLRM, held to torch modules of small sizes."""
+"""ConvNeXt, Swin, MobileNet, EfficientNet and DLRM against small torch modules."""
 
 from math import prod
 
@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 
 def _counted(module, *inputs):
-    """Parameters, and matmul FLOPs by torch's counter; `test_zoo_page.py` traces modules."""
+    """Return torch's counts: parameters, and matmul FLOPs; `test_zoo_page.py` traces modules."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         module(*inputs)
     return sum(p.numel() for p in module.parameters()), counter.get_total_flops()
@@ -27,8 +27,8 @@ def _module(config, kind):
     return getattr(transformers, kind)(config).eval()
 
 
-def _agree(config, kind, side=None):
-    """A transformers module and its declaration have as many parameters and matmul FLOPs."""
+def _assert_counts_equal(config, kind, side=None):
+    """Assert that a transformers module and its declaration have equal parameters and matmul FLOPs."""
     module = _module(config, kind)
     g = cg.models.from_config(config.to_dict(), attention="eager")
     side = side or config.image_size
@@ -37,16 +37,16 @@ def _agree(config, kind, side=None):
 
 
 def _convolved_back(gradient, _x, weight, *_, out_shape, **__):
-    """FLOPs of the gradients of a convolution, each a sum over the index points of the convolution itself.
+    """Return the FLOPs of a convolution's gradients, each a sum over the index points of the convolution.
 
-    Those are the elements of its result times those of a filter; torch's own formula leaves groups out of account
+    The points are the output elements times the filter elements; torch's formula ignores groups
     (docs/howto/flop_counter.md).
     """
     return 2 * prod(gradient) * prod(weight[1:]) * sum(made is not None for made in out_shape[:2])
 
 
-def _step_agrees(g, module, inputs, loss, **sizes):
-    """A training step does the matmul FLOPs of the module's forward and backward pass."""
+def _assert_step_matches(g, module, inputs, loss, **sizes):
+    """Assert that a training step has the matmul FLOPs of the module's forward and backward pass."""
     module.train()
     back = {torch.ops.aten.convolution_backward: _convolved_back}
     with FlopCounterMode(display=False, custom_mapping=back) as counter:
@@ -67,7 +67,7 @@ CONVNEXT = {
 @pytest.mark.parametrize("kind", ["ConvNextModel", "ConvNextForImageClassification"])
 @pytest.mark.parametrize("sizes", CONVNEXT.values(), ids=CONVNEXT)
 def test_convnext(sizes, kind):
-    _agree(transformers.ConvNextConfig(**sizes), kind)
+    _assert_counts_equal(transformers.ConvNextConfig(**sizes), kind)
 
 
 SWIN = {
@@ -84,7 +84,7 @@ SWIN = {
 @pytest.mark.parametrize("kind", [pytest.param("SwinModel", marks=pytest.mark.long), "SwinForImageClassification"])
 @pytest.mark.parametrize("sizes", SWIN.values(), ids=SWIN)
 def test_swin(sizes, kind):
-    _agree(transformers.SwinConfig(**sizes), kind)
+    _assert_counts_equal(transformers.SwinConfig(**sizes), kind)
 
 
 MOBILENET = {
@@ -93,7 +93,7 @@ MOBILENET = {
     "narrow": {"image_size": 67, "depth_multiplier": 0.35},
     "narrow throughout": {"image_size": 41, "depth_multiplier": 0.35, "finegrained_output": False},
     "wide": {"image_size": 33, "depth_multiplier": 1.4, "depth_divisible_by": 4, "hidden_act": "relu"},
-    # every stage has 8 channels, so that those without a stride add their input
+    # every stage has 8 channels, so that blocks without a stride have a residual
     "all equal": {"image_size": 65, "depth_multiplier": 0.01, "expand_ratio": 2.0},
     "dilated": {"image_size": 79, "output_stride": 8, "first_layer_is_expansion": False},
 }
@@ -101,11 +101,11 @@ MOBILENET = {
 
 @pytest.mark.parametrize("sizes", MOBILENET.values(), ids=MOBILENET)
 def test_mobilenet_v2(sizes):
-    _agree(transformers.MobileNetV2Config(**sizes), "MobileNetV2ForImageClassification")
+    _assert_counts_equal(transformers.MobileNetV2Config(**sizes), "MobileNetV2ForImageClassification")
 
 
 def test_mobilenet_v2_without_a_head():
-    _agree(transformers.MobileNetV2Config(image_size=35), "MobileNetV2Model")
+    _assert_counts_equal(transformers.MobileNetV2Config(image_size=35), "MobileNetV2Model")
 
 
 SHORT = {"in_channels": [32, 16], "out_channels": [16, 24], "kernel_sizes": [3, 5], "strides": [1, 2]}
@@ -116,7 +116,7 @@ EFFICIENTNET = {
     "wide and deep": {
         "image_size": 32, "width_coefficient": 1.2, "depth_coefficient": 1.4, "hidden_dim": 1536, "num_channels": 1,
     },
-    # 18 -> 9 after the stem, and the first block of the second stage, the third in all, is given 9: it is padded to 5
+    # 18 -> 9 after the stem; the first block of the second stage, the third in all, pads 9 to halve it to 5
     "padded": {
         **SHORT, "image_size": 18, "num_block_repeats": [2, 1], "expand_ratios": [1, 3], "depthwise_padding": [2],
         "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280, "squeeze_expansion_ratio": 0.5,
@@ -130,18 +130,18 @@ EFFICIENTNET = {
 )
 @pytest.mark.parametrize("sizes", EFFICIENTNET.values(), ids=EFFICIENTNET)
 def test_efficientnet(sizes, kind):
-    _agree(transformers.EfficientNetConfig(**sizes), kind)
+    _assert_counts_equal(transformers.EfficientNetConfig(**sizes), kind)
 
 
-def test_an_efficientnet_that_pads_less_than_its_odd_sides_need():
+def test_efficientnet_with_too_little_padding_is_refused():
     config = transformers.EfficientNetConfig(
         **{**EFFICIENTNET["padded"], "depthwise_padding": []}, architectures=["EfficientNetModel"]
     )
     with pytest.raises(cg.UnsupportedError, match="every odd side before a stride of 2"):
         cg.models.from_config(config.to_dict())
-    # 9 is halved to 4 there, where the declaration would have 5
-    made = _module(config, "EfficientNetModel")(torch.zeros(1, 3, 18, 18)).last_hidden_state
-    assert made.shape[2:] == (4, 4)
+    # the module halves 9 to 4, where the declaration would have 5
+    output = _module(config, "EfficientNetModel")(torch.zeros(1, 3, 18, 18)).last_hidden_state
+    assert output.shape[2:] == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_an_efficientnet_that_pads_less_than_its_odd_sides_need():
         ("efficientnet-b1", lambda classes: efficientnet(1.0, 1.1, classes)),
     ],
 )
-def test_modules_of_torchvision_at_another_size(name, module):
+def test_torchvision_modules_match_at_another_size(name, module):
     g = load(name)
     images = torch.zeros(3, 3, 47, 47)
     assert (cg.param_count(g, C=13), cg.matmul_flops(g, B=3, R=47, C=13)) == _counted(module(13).eval(), images)
@@ -169,7 +169,7 @@ def test_dlrm(itself):
     inputs = torch.zeros(23, 7), *(torch.zeros(23, 5, dtype=torch.int64) for _ in rows)
     assert (cg.param_count(g, **sizes), cg.matmul_flops(g, **sizes)) == _counted(module, *inputs)
     targets = torch.zeros(23, 1)
-    _step_agrees(g, module, inputs, lambda p: nn.functional.binary_cross_entropy(p, targets), **sizes)
+    _assert_step_matches(g, module, inputs, lambda p: nn.functional.binary_cross_entropy(p, targets), **sizes)
 
 
 def _classes(logits):
@@ -183,22 +183,22 @@ def _classes(logits):
         pytest.param("efficientnet-b0", lambda: efficientnet(1.0, 1.0), marks=pytest.mark.long),
     ],
 )
-def test_a_training_step_of_mobile_models(name, module):
-    _step_agrees(load(name), module(), (torch.zeros(2, 3, 37, 37),), _classes, B=2, R=37)
+def test_mobile_model_steps_match_torch(name, module):
+    _assert_step_matches(load(name), module(), (torch.zeros(2, 3, 37, 37),), _classes, B=2, R=37)
 
 
-def test_a_training_step_of_convnext():
+def test_convnext_step_matches_torch():
     module = convnext([6, 10, 14, 22], [1, 2, 3, 1], 7)
     sizes = {"B": 2, "R": 67, "C": 7, "D1": 6, "D2": 10, "D3": 14, "D4": 22, "L1": 1, "L2": 2, "L3": 3, "L4": 1}
-    _step_agrees(load("convnext-tiny"), module, (torch.zeros(2, 3, 67, 67),), _classes, **sizes)
+    _assert_step_matches(load("convnext-tiny"), module, (torch.zeros(2, 3, 67, 67),), _classes, **sizes)
 
 
 @pytest.mark.long
-def test_a_training_step_of_swin():
+def test_swin_step_matches_torch():
     config = transformers.SwinConfig(**SWIN["padded"], num_labels=7)
     module = _module(config, "SwinForImageClassification")
     g = cg.models.from_config(config.to_dict(), attention="eager")
-    _step_agrees(g, module, (torch.zeros(2, 3, 92, 92),), lambda made: _classes(made.logits), B=2)
+    _assert_step_matches(g, module, (torch.zeros(2, 3, 92, 92),), lambda made: _classes(made.logits), B=2)
 
 
 def test_every_preset_has_a_reference():

@@ -1,4 +1,4 @@
-"""Decoders with experts beside transformers' modules of small configurations: FLOPs, parameters, steps, numbers."""
+"""Decoders with experts against small transformers modules: FLOPs, parameters, steps, values."""
 
 import inspect
 from functools import cache
@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 B, S = SIZES["B"], SIZES["S"]
 MIXTRAL, QWEN2, QWEN3, GPT, SECOND, THIRD = CONFIGS
-#: Two heads of queries share one of keys; of 5 experts a token meets 2.
+#: Two query heads share a KV head; a token meets 2 of 5 experts.
 SMALL = {
     "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 23,
     "num_hidden_layers": 3, "vocab_size": 29, "num_experts_per_tok": 2,
@@ -68,9 +68,9 @@ VARIANTS = {
 
 def made(name, implementation="grouped_mm"):
     classes, fields = VARIANTS[name]
-    found = config(classes, **fields)
-    found._experts_implementation = implementation
-    return found
+    settings = config(classes, **fields)
+    settings._experts_implementation = implementation
+    return settings
 
 
 @cache
@@ -81,12 +81,12 @@ def graph_of(name, **options):
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-#: One of each family, for what takes longer than counting.
+#: One of each family, for tests slower than counting.
 STEPS = ["mixtral", "qwen2 every other", "qwen3 heads", "gpt-oss", "deepseek-v2", "deepseek-v3"]
 
 
 def counted(name):
-    """Parameters and matmul FLOPs of a module that loops over its experts, T*k rows in all, as torch counts them."""
+    """Return torch's counts of a module that loops over its experts, T*k rows in all: parameters and matmul FLOPs."""
     torch.manual_seed(0)
     looped = getattr(transformers, made(name).architectures[0])(made(name, "eager")).eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -95,21 +95,21 @@ def counted(name):
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
-def test_a_small_configuration_counts_what_its_module_counts(name):
+def test_small_moe_config_counts_equal_the_module(name):
     g = graph_of(name, attention="eager")
-    found = cg.param_count(g), cg.matmul_flops(g, count="full", **SIZES)
-    assert found == counts_of("moe", name, counted, live=name in STEPS)
+    counts = cg.param_count(g), cg.matmul_flops(g, count="full", **SIZES)
+    assert counts == counts_of("moe", name, counted, live=name in STEPS)
 
 
 @pytest.mark.long
-def test_modules_count_what_is_recorded():
+def test_moe_module_counts_equal_the_record():
     for name in VARIANTS:
         assert counted(name) == counts_of("moe", name, counted, live=False), name
 
 
 @pytest.mark.parametrize("name", in_part(STEPS, 0, 3))
-def test_a_small_configuration_counts_what_its_trace_counts(name):
-    """Traced with one product for all experts, whose groups torch's counter does not know."""
+def test_small_moe_config_counts_equal_the_trace(name):
+    """Traced with a grouped matmul for all experts, which torch's counter does not know."""
     seen = trace(Logits(made(name)).eval(), *tokens())
     g = graph_of(name, attention="flash")
     assert cg.param_count(g) == cg.param_count(seen)
@@ -119,8 +119,8 @@ def test_a_small_configuration_counts_what_its_trace_counts(name):
 @pytest.mark.parametrize(
     "name", ["mixtral window", "qwen2", "qwen3 some dense", "gpt-oss", "deepseek-v2", "deepseek-v3"]
 )
-def test_what_transformers_writes_reads_the_same(name, tmp_path):
-    """It leaves out the fields that have the default of their class."""
+def test_saved_moe_config_loads_the_same_graph(name, tmp_path):
+    """transformers omits the fields that have the default of their class."""
     made(name).save_pretrained(tmp_path)
     g, same = cg.models.from_config(tmp_path), graph_of(name)
     assert g.defaults == same.defaults
@@ -132,7 +132,7 @@ def test_what_transformers_writes_reads_the_same(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", in_part(STEPS, 1, 3))
-def test_a_training_step_counts_what_autograd_runs(name):
+def test_moe_step_matmul_flops_equal_autograd(name):
     torch.manual_seed(0)
     reference = getattr(transformers, made(name).architectures[0])(made(name, "eager")).train()
     with FlopCounterMode(display=False) as counter:
@@ -150,13 +150,13 @@ def test_a_training_step_counts_what_autograd_runs(name):
     ("name", "new"),
     [("mixtral", 3), ("qwen3 some dense", 1), ("gpt-oss full", 3), ("deepseek-v2 lite", 3), ("deepseek-v3", 1)],
 )
-def test_a_step_of_decode_counts_what_the_module_runs_with_its_cache(name, new):
+def test_moe_decode_step_counts_equal_the_cached_module(name, new):
     torch.manual_seed(0)
     reference = getattr(transformers, made(name).architectures[0])(made(name, "eager")).eval()
     ids = tokens()[0]
     with torch.no_grad():
         cache = reference(ids[:, : S - new], use_cache=True).past_key_values
-        # transformers 5.24 has another name for the argument, and warns of the one before
+        # transformers 5.24 renamed the argument, and warns about the old name
         known = inspect.signature(reference.forward).parameters
         given = {"cache" if "cache" in known else "past_key_values": cache}
         with FlopCounterMode(display=False) as counter:
@@ -167,20 +167,22 @@ def test_a_step_of_decode_counts_what_the_module_runs_with_its_cache(name, new):
     assert cg.cache_bytes(step, **SIZES) == 2 * held  # the graph is in bf16
 
 
-# -- numbers ---------------------------------------------------------------------------------------------------------
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_lowered_mixture_computes_what_the_module_does():
+def test_lowered_mixture_equals_the_module():
     torch.manual_seed(0)
-    found = made("mixtral", "eager")
-    block = transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock(found).eval()
+    settings = made("mixtral", "eager")
+    block = transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock(settings).eval()
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.5)
-    D = found.hidden_size
+    D = settings.hidden_size
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, D))
         g.output(
-            cg.nn.moe(x, found.num_local_experts, found.num_experts_per_tok, found.intermediate_size, normalize=True)
+            cg.nn.moe(
+                x, settings.num_local_experts, settings.num_experts_per_tok, settings.intermediate_size, normalize=True
+            )
         )
     module = lower(g)
     given = {
@@ -197,7 +199,7 @@ def test_a_lowered_mixture_computes_what_the_module_does():
         torch.testing.assert_close(module(inputs.clone()), block(inputs))
 
 
-def test_both_forms_of_latent_attention_compute_the_same():
+def test_both_forms_of_latent_attention_are_equal():
     torch.manual_seed(0)
 
     def layer(absorbed, kernel):
@@ -222,15 +224,15 @@ def test_both_forms_of_latent_attention_compute_the_same():
         torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-5)
 
 
-# -- full size, where test_zoo_page.py traces the modules ------------------------------------------------------------
+# -- full size: test_zoo_page.py traces the modules --------------------------------------------------------------------
 
 
-#: One preset for each set of fields that a class is written with: the others differ in numbers.
+#: One preset for each set of config fields: the others differ only in numbers.
 WRITTEN = {(c, *sorted(fields)): (c, name) for c, published in CONFIGS.items() for name, fields in published.items()}
 
 
 @pytest.mark.parametrize(("classes", "name"), sorted(WRITTEN.values()))
-def test_a_preset_is_its_configuration(classes, name):
+def test_moe_preset_equals_its_published_config(classes, name):
     g, preset = cg.models.from_config(config(classes, **CONFIGS[classes][name]).to_dict()), load(name)
     assert g.defaults == preset.defaults
     assert cg.param_count(g) == cg.param_count(preset)

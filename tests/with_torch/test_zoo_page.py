@@ -1,4 +1,4 @@
-"""The table of all models beside the public modules: as the page has it, and traced again."""
+"""The table of all models against the public modules: the page is current, and modules are traced again."""
 
 import os
 
@@ -11,7 +11,7 @@ from costgraph.models import names
 from costgraph.models.registry import FAMILIES
 
 KEPT = counted()["models"]
-# of the long tests: the smallest model of each family is traced again, all of them where this is set
+# the long tests trace each family's smallest model again, or all models if this is set
 EVERY = "COSTGRAPH_ZOO" in os.environ
 SMALLEST = [
     min((n for n in family.presets if n in KEPT), key=lambda n: KEPT[n]["matmul"])
@@ -20,14 +20,14 @@ SMALLEST = [
 ]
 
 
-def test_the_page_is_what_was_kept():
-    """Which is what the declarations count, as the next test says of each."""
-    found = page(lambda name, row: (row["parameters"], row["matmul"]))
-    assert PAGE.read_text(encoding="utf-8") == found, "run: python tests/with_torch/zoo_page.py NAME"
+def test_zoo_page_matches_recorded_counts():
+    """The next test compares the recorded counts with the declarations."""
+    expected_page = page(lambda name, row: (row["parameters"], row["matmul"]))
+    assert PAGE.read_text(encoding="utf-8") == expected_page, "run: python tests/with_torch/zoo_page.py NAME"
 
 
 @pytest.mark.parametrize("name", in_part(names(), 0))
-def test_a_declaration_counts_what_the_module_counts(name):
+def test_declaration_counts_equal_the_recorded_module(name):
     if name in KEPT:
         assert declared(name, KEPT[name]) == (KEPT[name]["parameters"], KEPT[name]["matmul"])
     else:
@@ -36,7 +36,7 @@ def test_a_declaration_counts_what_the_module_counts(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(KEPT) if EVERY else SMALLEST)
-def test_a_module_counts_what_was_kept(name):
+def test_module_counts_equal_the_record(name):
     reference = references()[name]()
     assert traced(reference) == (KEPT[name]["parameters"], KEPT[name]["matmul"])
     assert reference.sizes == KEPT[name]["sizes"]

@@ -1,4 +1,4 @@
-"""Recurrent models against their torch modules: parameters and matmul FLOPs are equal on all configurations."""
+"""Recurrent models against their torch modules: equal parameters and matmul FLOPs on all configs."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ BATCH, WORDS = 2, 41
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    """Plain ops: no kernels that count as nothing, and no advice to install others."""
+    """Use plain ops: no kernels that the counter skips, and no advice to install others."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
@@ -31,8 +31,8 @@ def from_config(config, cls, **options):
     return cg.models.from_config({**config.to_dict(), "architectures": [cls.__name__]}, **options)
 
 
-def equal(graph, module, steps, **sizes):
-    """Compare a declaration with torch's own count; `test_zoo_page.py` traces modules."""
+def assert_counts_equal(graph, module, steps, **sizes):
+    """Compare a declaration with torch's count; `test_zoo_page.py` traces modules."""
     module = module.eval()
     given = tokens(steps)
     with FlopCounterMode(display=False) as counter:
@@ -41,7 +41,7 @@ def equal(graph, module, steps, **sizes):
     assert cg.matmul_flops(graph, count="full", B=BATCH, S=steps, **sizes) == counter.get_total_flops()
 
 
-# -- one pass ---------------------------------------------------------------------------------------------------------
+# -- forward pass ------------------------------------------------------------------------------------------------------
 
 MAMBA = {"vocab_size": WORDS, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 5, "use_cache": False}
 FLIPPED = {"use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "residual_in_fp32": False}
@@ -54,7 +54,7 @@ FLIPPED = {"use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "residual
 )
 def test_mamba(fields, scan):
     config = MambaConfig(**{**MAMBA, **fields})
-    equal(from_config(config, MambaForCausalLM, scan=scan), MambaForCausalLM(config), 7)
+    assert_counts_equal(from_config(config, MambaForCausalLM, scan=scan), MambaForCausalLM(config), 7)
 
 
 MAMBA2 = {**MAMBA, "num_heads": 6, "head_dim": 8, "n_groups": 2, "chunk_size": 8}
@@ -65,17 +65,17 @@ MAMBA2 = {**MAMBA, "num_heads": 6, "head_dim": 8, "n_groups": 2, "chunk_size": 8
 def test_mamba2_in_chunks(fields, steps):
     config = Mamba2Config(**{**MAMBA2, **fields})
     graph = from_config(config, Mamba2ForCausalLM, form="chunked", scan="ops")
-    equal(graph, Mamba2ForCausalLM(config), steps)
+    assert_counts_equal(graph, Mamba2ForCausalLM(config), steps)
 
 
-def test_mamba2_kernels_multiply_once_a_group_and_carry_states_one_by_one():
+def test_mamba2_kernel_flops_per_group_and_chunk_state():
     config = Mamba2Config(**MAMBA2)
     kernels, ops, recurrent = (
         cg.matmul_flops(from_config(config, Mamba2ForCausalLM, **options), count="full", B=BATCH, S=24)
         for options in ({"form": "chunked"}, {"form": "chunked", "scan": "ops"}, {})
     )
     B, S, H, G, K, N, Q, L, M = BATCH, 24, 6, 2, 8, 5, 8, 3, 24 // 8
-    # scores of H - G heads more, and all states times the decays between M + 1 of them
+    # scores of H - G more heads, and all states times the decays between M + 1 of them
     assert ops - kernels == L * B * (2 * S * Q * N * (H - G) + 2 * (M + 1) ** 2 * H * K * N)
     # position by position, the state is read and no pairs of positions are multiplied
     scores, within, states = 2 * S * Q * N * G, 2 * S * Q * K * H, 2 * S * H * K * N
@@ -95,12 +95,12 @@ XLSTM_CONFIG = {"vocab_size": WORDS, "hidden_size": 128, "num_hidden_layers": 2,
     ],
 )
 def test_xlstm_large(fields, steps, options):
-    """Below a chunk, transformers goes position by position, by a product of matrices for each outer product."""
+    """Below a chunk, transformers runs position by position, with a matmul for each outer product."""
     config = xLSTMConfig(**{**XLSTM_CONFIG, **fields})
-    equal(from_config(config, xLSTMForCausalLM, **options), xLSTMForCausalLM(config), steps)
+    assert_counts_equal(from_config(config, xLSTMForCausalLM, **options), xLSTMForCausalLM(config), steps)
 
 
-def test_an_outer_product_sums_nothing_in_a_kernel():
+def test_kernel_outer_products_are_no_matmuls():
     config = xLSTMConfig(**XLSTM_CONFIG)
     kernel, ops = (
         cg.matmul_flops(from_config(config, xLSTMForCausalLM, scan=scan), B=BATCH, S=7) for scan in ("kernel", "ops")
@@ -133,9 +133,9 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_models_that_transformers_does_not_have(name):
+def test_models_outside_transformers_match_their_modules(name):
     build, sizes, options = SMALL[name]
-    equal(load(name, **options), build(), 7, **sizes)
+    assert_counts_equal(load(name, **options), build(), 7, **sizes)
 
 
 def test_every_preset_has_a_module():
@@ -147,9 +147,9 @@ def test_every_preset_has_a_module():
 
 
 def step_flops(module, given):
-    """Forward and backward as torch counts them, but for grouped convolutions, whose gradients it gets wrong.
+    """Return torch's forward and backward FLOPs, except for grouped convolutions, which it miscounts.
 
-    A gradient of a convolution takes as many FLOPs as the convolution itself, and there are two of them.
+    Both gradients take as many FLOPs as the convolution itself.
     """
     module = module.eval()
     with FlopCounterMode(display=False) as counter:
@@ -165,18 +165,17 @@ def declared_step(graph, steps, **sizes):
     return cg.matmul_flops(cg.training_step(graph, optimizer=cg.SGD()), count="full", B=BATCH, S=steps, **sizes)
 
 
-# What differs follows from three rules. (1) The gradient of y = sum_n h_n*c_n by h is an outer product: nothing is
-# summed, and here it is no matmul; torch writes it as a product of matrices. (2) The gradient of an outer product or
-# of a broadcast factor is a sum of products: here a contraction; torch multiplies and then sums. (3) Nothing asks for
-# the gradient of the first state: torch leaves it out, and so does a loop, but inside a kernel, where all iterations
-# are alike.
+# The differences follow from three rules. (1) The gradient of y = sum_n h_n*c_n by h is an outer product without a sum,
+# so it is no matmul here; torch writes it as one. (2) The gradient of an outer product or of a broadcast factor is a
+# sum of products: a contraction here; torch multiplies and then sums. (3) The first state needs no gradient: torch
+# omits it, and so does a loop, except inside a kernel, where all iterations are alike.
 
 
 @pytest.mark.parametrize(("scan", "again"), [("ops", 0), ("kernel", 1)])
 def test_step_of_mamba(scan, again):
     config, steps = MambaConfig(**MAMBA), 7
     unit = 2 * BATCH * steps * 48 * 5 * 3  # 2*B*S*E*N*L
-    # (1): 1 unit less; (2): gradients of dt, A, dt*x and B are 4 more; a kernel computes y again for the gate
+    # (1): 1 unit less; (2): gradients of dt, A, dt*x and B are 4 more; a kernel recomputes y for the gate
     expected = step_flops(MambaForCausalLM(config), tokens(steps)) + (3 + again) * unit
     assert declared_step(from_config(config, MambaForCausalLM, scan=scan), steps) == expected
 
@@ -184,7 +183,7 @@ def test_step_of_mamba(scan, again):
 def test_step_of_mamba2_in_chunks():
     config, steps = Mamba2Config(**MAMBA2), 24
     unit = 2 * BATCH * steps * 6 * 8 * 3  # 2*B*S*H*K*L
-    # (2): of dt times x, of the decays to the end of a chunk and from its start, and of the skip connection
+    # (2): of dt times x, of the decays to and from the ends of a chunk, and of the skip connection
     expected = step_flops(Mamba2ForCausalLM(config), tokens(steps)) + 4 * unit
     assert declared_step(from_config(config, Mamba2ForCausalLM, form="chunked", scan="ops"), steps) == expected
 
@@ -193,33 +192,33 @@ def test_step_of_mamba2_in_chunks():
 def test_step_of_xlstm_large(scan, vectors):
     config, steps = xLSTMConfig(**XLSTM_CONFIG), 7
     matrix, vector = 2 * BATCH * steps * 4 * 16 * 32 * 2, 2 * BATCH * steps * 4 * 16 * 2  # 2*B*S*H*K*U*L and ...*K*L
-    # (1): a matrix and two vectors less; (2): of both gates by both states, two of each more. A kernel multiplies no
-    # matrices for the outer product, and computes both products of q again for the quotient
+    # (1): a matrix and two vectors less; (2): of both gates by both states, two of each more. A kernel has no matmul
+    # for the outer product, and recomputes both products of q for the quotient
     expected = step_flops(xLSTMForCausalLM(config), tokens(steps)) + matrix + vectors * vector
     assert declared_step(from_config(config, xLSTMForCausalLM, scan=scan), steps) == expected
 
 
 def rwkv_more(steps, *, again):
     unit = 2 * BATCH * steps * 4 * 6 * 6 * 3  # 2*B*S*H*K*K*L
-    # (1): of removed, whose first torch leaves out, and of y, 2 less; (2): of w, and of both factors of two outer
-    # products, 5 more; a kernel computes what is removed again
+    # (1): of removed, whose first one torch omits, and of y, 2 less; (2): of w, and of both factors of two outer
+    # products, 5 more; a kernel recomputes the removed part
     return 3 * unit + unit // steps + again * unit
 
 
 def linear_more(steps, *, again):
     matrix, vector = 2 * BATCH * steps * 4 * 6 * 6 * 3, 2 * BATCH * steps * 4 * 6 * 3
-    # (1): of y one matrix less, of the normaliser two vectors; (2): of keys and values, two matrices more; a kernel
-    # computes both again for the quotient
+    # (1): of y one matrix less, of the normalizer two vectors; (2): of keys and values, two matrices more; a kernel
+    # recomputes both for the quotient
     return matrix - 2 * vector + again * (matrix + vector)
 
 
 def xlstm_more(steps, *, again):
-    matrix, vector = 2 * BATCH * steps * 4 * 12 * 12, 2 * BATCH * steps * 4 * 12  # of a block with mLSTM
-    own = 2 * BATCH * 4 * 6 * 24  # the gates of a position from the state before, in a block with sLSTM
-    # (1), (2): as of xlstm-7b, and of keys and values two matrices more, as the module writes outer products as such;
-    # with ops, that is one more in the forward pass too. A kernel computes y and gates again; (3): of each sLSTM
+    matrix, vector = 2 * BATCH * steps * 4 * 12 * 12, 2 * BATCH * steps * 4 * 12  # an mLSTM block
+    gates = 2 * BATCH * 4 * 6 * 24  # the gates from the previous state, per position in an sLSTM block
+    # (1), (2): as for xlstm-7b, and two matrices more of keys and values, as the module writes outer products as such;
+    # with ops, one more in the forward pass too. A kernel recomputes y and the gates; (3): of each sLSTM
     mlstm = 4 * matrix if not again else 4 * matrix + vector
-    return 3 * mlstm + 2 * again * own * (1 + steps)
+    return 3 * mlstm + 2 * again * gates * (1 + steps)
 
 
 def nothing_more(steps, *, again):
@@ -246,27 +245,27 @@ WAYS = {"rwkv-7-0.1b": "kernel", "linear-attention-mnist": "ops", "xlstm-125m": 
         for scan in ("ops", "kernel")
     ],
 )
-def test_step_of_models_that_transformers_does_not_have(name, scan):
+def test_step_of_models_outside_transformers(name, scan):
     build, sizes, options = SMALL[name]
-    if not name.startswith(("lstm", "gru")):  # whose cells are kernels either way
+    if not name.startswith(("lstm", "gru")):  # LSTM and GRU cells are kernels in both variants
         options = {**options, "scan": scan}
     expected = step_flops(build(), tokens(7)) + STEPS[name](7, again=scan == "kernel")
     assert declared_step(load(name, dtype="fp32", **options), 7, **sizes) == expected
 
 
-# -- a step of inference ----------------------------------------------------------------------------------------------
+# -- decoding ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("config", "cls"), [(MambaConfig(**MAMBA), MambaForCausalLM), (Mamba2Config(**MAMBA2), Mamba2ForCausalLM)]
 )
-def test_decode_is_a_step_of_the_module_with_its_cache(config, cls):
+def test_recurrent_decode_equals_the_cached_module(config, cls):
     module = cls(config).eval()
     with torch.no_grad():
         cache = module(tokens(8), use_cache=True).cache_params
         with FlopCounterMode(display=False) as counter:
             module(tokens(1), cache_params=cache, use_cache=True)
-    # causal_conv1d_update makes a result of the position before as well, and drops it
+    # causal_conv1d_update also computes the result of the previous position, and drops it
     channels = 48 if cls is MambaForCausalLM else 48 + 2 * 2 * 5
     dropped = 2 * BATCH * channels * 4 * 3
     step = cg.decode(from_config(config, cls, scan="ops"))

@@ -1,6 +1,6 @@
-"""The zoo's declarations beside transformers' modules of the same configuration: what they compute, and their peaks.
+"""The zoo's declarations against transformers modules with the same config: values and peaks.
 
-Modules are traced once with sizes as symbols: weights lie on the meta device, so that widths are the published ones.
+Modules are traced once with symbolic sizes, with weights on the meta device, so that widths are the published ones.
 """
 
 import re
@@ -17,13 +17,13 @@ transformers = pytest.importorskip("transformers")
 
 GPT2 = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 GROUPED = {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
-#: Of a shallow model with all words the table makes the peak: see below.
+#: A reduced vocabulary size: the full one would determine a shallow model's peak.
 FEW = 1009
 MODELS = {
     "gpt2": {**GPT2, "n_positions": 2048}, "gpt2 of few words": {**GPT2, "n_positions": 2048, "vocab_size": FEW},
     "llama-2-7b": {}, "llama-3-8b": GROUPED,
 }  # fmt: skip
-#: Depth changes nothing that is compared here, except where a test says so.
+#: The tests do not depend on the depth, unless a test says so.
 SHALLOW = 2
 SIZES = [(1, 128), (2, 513), (8, 1024), (4, 2048)]
 OPTIMIZERS = {
@@ -34,7 +34,7 @@ FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Loss(torch.nn.Module):
-    """A language model that returns logits, or the loss where there are targets."""
+    """A language model that returns logits, or the loss if targets are given."""
 
     def __init__(self, model):
         super().__init__()
@@ -64,15 +64,15 @@ def traced(name, optimizer=None, dtype="fp32", layers=SHALLOW):
 
 
 def declared(name, optimizer=None, dtype="fp32", layers=SHALLOW):
-    g = cg.models.load(name.split()[0], attention="eager", dtype=dtype, composed=True)  # which is changed
-    own = {"L": layers} | ({"P": 2048} if name.startswith("gpt2") else {}) | ({"V": FEW} if "few" in name else {})
+    g = cg.models.load(name.split()[0], attention="eager", dtype=dtype, eager_ops=True)  # it is modified
+    sizes = {"L": layers} | ({"P": 2048} if name.startswith("gpt2") else {}) | ({"V": FEW} if "few" in name else {})
     with g:
-        g.defaults.update(own)
+        g.defaults.update(sizes)
     return g if optimizer is None else cg.training_step(g, optimizer=cg.AdamW(implementation=optimizer))
 
 
 def counters(name, layers=SHALLOW):
-    """Bytes of the optimizer's step counters: 4 for each tensor of parameters."""
+    """Return the bytes of the optimizer's step counters: 4 per parameter tensor."""
     return 4 * (12 * layers + 4 if name.startswith("gpt2") else 9 * layers + 3)
 
 
@@ -84,7 +84,7 @@ OTHERS = [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama-2-7b", "fp32"), ("llama-2-
 
 
 @pytest.mark.parametrize(("name", "dtype"), FORWARD + [pytest.param(*c, marks=pytest.mark.long) for c in OTHERS])
-def test_a_forward_pass_has_the_peak_of_the_module(name, dtype):
+def test_forward_peak_equals_the_traced_module(name, dtype):
     g, d = traced(name, dtype=dtype), declared(name, dtype=dtype)
     assert cg.param_count(d) == cg.param_count(g)
     for B, S in SIZES:
@@ -92,68 +92,68 @@ def test_a_forward_pass_has_the_peak_of_the_module(name, dtype):
         assert cg.peak_memory(d, B=B, S=S) == cg.peak_memory(g, B=B, S=S)
 
 
-def held_to(name, optimizer, dtype, layers, most=0, statistics=0, sizes=SIZES):
-    """Hold the peak of a step to the trace's: up to `most` bytes below it, some above it for each row."""
+def assert_peak_equals_trace(name, optimizer, dtype, layers, most=0, statistics=0, sizes=SIZES):
+    """Compare a step's peak with the trace's: up to `most` bytes below it, some above it per row."""
     g, d = traced(name, optimizer, dtype, layers), declared(name, optimizer, dtype, layers)
     assert cg.param_count(d) == cg.param_count(g)
     for B, S in sizes:
         assert cg.matmul_flops(d, count="full", B=B, S=S) == cg.matmul_flops(g, count="full", B=B, S=S)
         missing = cg.peak_memory(g, B=B, S=S) + statistics * B * S - cg.peak_memory(d, B=B, S=S)
-        # beside counters the gradient of the loss, 4 bytes at the most, that backward() starts from
+        # besides counters, backward() starts from the gradient of the loss, at most 4 bytes
         assert counters(name, layers) <= missing <= counters(name, layers) + 4 + most
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama-2-7b", marks=pytest.mark.long), "llama-3-8b"])
-def test_a_training_step_has_the_peak_of_the_module(name):
-    held_to(name, "foreach", "fp32", SHALLOW)
+def test_step_peak_equals_the_traced_module(name):
+    assert_peak_equals_trace(name, "foreach", "fp32", SHALLOW)
 
 
 @pytest.mark.long
-def test_a_training_step_with_a_tied_table_has_the_peak_of_the_module():
-    held_to("gpt2 of few words", "foreach", "fp32", SHALLOW)
+def test_tied_embedding_step_peak_equals_the_module():
+    assert_peak_equals_trace("gpt2 of few words", "foreach", "fp32", SHALLOW)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", "llama-3-8b"])
-def test_a_training_step_whose_optimizer_loops_has_the_peak_of_the_module(name):
-    # a variable of the loop names the denominator of the parameter before: that of a norm, when it comes to the head
-    held_to(name, "for-loop", "fp32", SHALLOW, most=0 if name == "gpt2" else 4 * 4096)
+def test_for_loop_optimizer_step_peak_equals_the_module(name):
+    # a loop variable holds the previous parameter's denominator: at the head, a norm's
+    assert_peak_equals_trace(name, "for-loop", "fp32", SHALLOW, most=0 if name == "gpt2" else 4 * 4096)
 
 
 @pytest.mark.long
-def test_a_training_step_in_another_format_has_the_peak_of_the_module():
-    held_to("llama-3-8b", "foreach", "bf16", SHALLOW)
+def test_bf16_step_peak_equals_the_module():
+    assert_peak_equals_trace("llama-3-8b", "foreach", "bf16", SHALLOW)
 
 
-def test_statistics_of_norms_are_in_fp32_where_a_cpu_keeps_the_format():
-    # mean and reciprocal deviation of each row: 4 bytes each, not 2
+def test_declared_norm_statistics_are_fp32_unlike_on_a_cpu():
+    # mean and reciprocal standard deviation per row: 4 bytes each, not 2
     norms = 2 + 1
-    held_to("gpt2", "for-loop", "bf16", 1, statistics=4 * norms, sizes=SIZES[1:])
-    held_to("gpt2", "for-loop", "bf16", 1, sizes=SIZES[:1])  # the update makes the peak
+    assert_peak_equals_trace("gpt2", "for-loop", "bf16", 1, statistics=4 * norms, sizes=SIZES[1:])
+    assert_peak_equals_trace("gpt2", "for-loop", "bf16", 1, sizes=SIZES[:1])  # the update determines the peak
 
 
-def test_the_gradients_of_a_tied_table_are_added_out_of_place():
-    # that of the head is a view, whose base autograd holds: it does not write into it
+def test_tied_embedding_gradients_accumulate_out_of_place():
+    # the head's gradient is a view whose base autograd holds, so it cannot accumulate in place
     B, S = 1, 128
     g, d = (cg.timeline(make("gpt2", "foreach"), B=B, S=S) for make in (traced, declared))
     assert re.fullmatch(r"model/transformer/add_\d+", g.op)
     table, gradient = 4 * 50257 * 768, 4 * B * S * 768
-    # both gradients are there, and that of what was looked up
+    # both gradients are live, and that of the looked-up rows
     before = [m.bytes for m in d.moments if m.phase == "backward"][-1]
     assert g.peak - (before + table - gradient) in (counters("gpt2"), counters("gpt2") + 4)
     assert g.peak > d.peak
 
 
-# -- layers that are computed again --------------------------------------------------------------------------------
+# -- checkpointed layers -----------------------------------------------------------------------------------------------
 
-STATE = 5056  # bytes of a CPU's generator, which a checkpoint keeps
-#: Layers, and what of the checkpoints is there at the peak that a declaration does not have: generator's states.
+STATE = 5056  # bytes of a CPU's RNG state, which a checkpoint saves
+#: Layers, and RNG states of checkpoints at the peak that a declaration lacks.
 AGAIN = {"llama-2-7b": (2, 1), "llama-3-8b": (2, 2)}
 
 
 @pytest.mark.long  # 3 s
 @pytest.mark.parametrize("name", AGAIN)
-def test_a_step_that_computes_layers_again_has_the_peak_of_the_module(name):
+def test_checkpointed_step_peak_equals_the_module(name):
     layers, states = AGAIN[name]
     with torch.device("meta"):
         model = reference(name, {**MODELS[name], "num_hidden_layers": layers})
@@ -162,7 +162,7 @@ def test_a_step_that_computes_layers_again_has_the_peak_of_the_module(name):
     ids = torch.zeros(3, 17, dtype=torch.long)
     dims = [("B", "S")] * 2
     g = trace(module, ids, ids, dims=dims, train=True, optimizer=OPTIMIZERS["foreach"])
-    d = cg.models.load(name, attention="eager", dtype="fp32", composed=True)
+    d = cg.models.load(name, attention="eager", dtype="fp32", eager_ops=True)
     with d:
         d.defaults["L"] = layers
     d = cg.training_step(d, optimizer=cg.AdamW(implementation="foreach"), checkpoint=cg.every_block())
@@ -170,7 +170,7 @@ def test_a_step_that_computes_layers_again_has_the_peak_of_the_module(name):
         assert cg.matmul_flops(d, count="full", B=B, S=S) == cg.matmul_flops(g, count="full", B=B, S=S)
         missing = cg.peak_memory(g, B=B, S=S) - cg.peak_memory(d, B=B, S=S)
         assert missing == counters(name, layers) + 4 + states * STATE + 8 * S  # positions, which no layer reads
-    for B, S in [(1, 128), (2, 513)]:  # the update makes the peak
+    for B, S in [(1, 128), (2, 513)]:  # the update determines the peak
         assert cg.peak_memory(g, B=B, S=S) - cg.peak_memory(d, B=B, S=S) == counters(name, layers)
 
 
@@ -192,7 +192,7 @@ TINY = {
         {"D": 12, "H": 6, "G": 3, "K": 4, "F": 20, "L": 2, "V": 11},
     ),
 }
-#: Names of the reference's modules and the declaration's; its linear layers lie the other way round in Llama.
+#: Names of the reference's modules and the declaration's; Llama's linear layers are transposed.
 NAMES = {
     "transformer.wte": "tokens.table", "transformer.wpe": "positions.table", "transformer.ln_f": "norm",
     "ln_1": "attention.norm", "attn.c_attn": "attention.kqv", "attn.c_proj": "attention.proj", "ln_2": "mlp.norm",
@@ -205,7 +205,7 @@ NAMES = {
 
 
 def renamed(name):
-    """The declaration's name of a tensor of the reference."""
+    """Return the declared name of a reference tensor."""
     module, _, what = name.rpartition(".")
     layer = re.fullmatch(r"(?:transformer\.h|model\.layers)\.(\d+)\.(.*)", module)
     own = f"layers.{NAMES[layer[2]]}" if layer else NAMES[module]
@@ -213,7 +213,7 @@ def renamed(name):
 
 
 def numbers(model):
-    """Tensors of the reference as the declaration lays them out."""
+    """Return the reference's tensors in the declaration's layout."""
     out = {}
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         turned = (t.ndim == 2 and "_proj" in name and "c_proj" not in name) or name == "lm_head.weight"
@@ -222,15 +222,15 @@ def numbers(model):
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_a_composed_model_computes_what_the_module_does(name):
+def test_composed_model_computes_the_modules_values(name):
     options, sizes = TINY[name]
     torch.manual_seed(5)
     model = reference(name, options)
     for module in model.modules():
         if hasattr(module, "scaling"):
-            module.scaling = 1.0  # the factor of scores is declared as 1: it changes no cost
+            module.scaling = 1.0  # the score scale is declared as 1, which does not affect the cost
     ids = torch.randint(0, 11, (2, 5))
-    graph = load(name, symbolic=True, attention="eager", dtype="fp32", composed=True)
+    graph = load(name, symbolic=True, attention="eager", dtype="fp32", eager_ops=True)
     run = lower(graph, B=2, S=5, **sizes)
     given = numbers(model)
     assert given.keys() == run.state_dict().keys()

@@ -1,7 +1,7 @@
-"""AlexNet, VGG, ResNet and DenseNet as torchvision 0.20 writes them (BSD licence), for it need not be installed.
+"""AlexNet, VGG, ResNet and DenseNet after torchvision 0.20 (BSD licence), so that it need not be installed.
 
-Layers, their order and what runs in place are those of `torchvision/models/{alexnet,vgg,resnet,densenet}.py`; weights
-are left as they come.
+Layers, their order and in-place ops follow `torchvision/models/{alexnet,vgg,resnet,densenet}.py`; weights keep their
+default initialization.
 """
 
 import torch

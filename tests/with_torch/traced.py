@@ -1,4 +1,4 @@
-"""Real runs that traces are held against: peaks from the profiler's allocation events, FLOPs from torch's counter."""
+"""Real runs as references for traces: peaks from the profiler's allocation events, FLOPs from torch's counter."""
 
 import gc
 
@@ -14,7 +14,7 @@ def adamw(parameters):
 
 
 def stepper(module, inputs, optimizer=None):
-    """What is measured: a forward pass without gradients, or a whole step of training."""
+    """Return the function to measure: a forward pass without gradients, or a whole training step."""
 
     def forward():
         with torch.no_grad():
@@ -29,7 +29,7 @@ def stepper(module, inputs, optimizer=None):
 
 
 def real_peak(run, *held):
-    """Bytes at the peak of the second run: what is held throughout, and what the allocator gave out above it."""
+    """Return the peak bytes of the second run: the baseline plus the allocations above it."""
     gc.collect()
     gc.disable()
     try:
@@ -53,7 +53,7 @@ def held_by(module, inputs, optimizer=None):
 
 
 def differences(graph, module, inputs, optimizer=None, **sizes):
-    """Peak of a real run less the prediction, and the same of torch's FLOPs."""
+    """Return the real peak less the predicted one, and the same for FLOPs."""
     run = stepper(module, inputs, optimizer)
     run()  # state exists
     peak = real_peak(run, *held_by(module, inputs, optimizer))

@@ -1,8 +1,8 @@
-"""Which classes of transformers the suite runs, and what their configurations need besides small numbers."""
+"""The transformers classes of the suite, and their config fields beyond small numbers."""
 
 from typing import Any
 
-#: Fields of a class's configuration, None for its default.
+#: Config fields by class, None for the class default.
 MORE: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_key_value_heads": 4},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 4},
@@ -22,7 +22,7 @@ MORE: dict[str, dict[str, Any]] = {
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }
 
-#: Classes that are quick, of many families, and what of them runs in the tests.
+#: Fast classes of many families, and their tested runs.
 SAMPLE: dict[str, tuple[str, ...]] = {
     "GPT2LMHeadModel": ("forward", "step"),
     "BertForMaskedLM": ("forward",),

@@ -1,10 +1,10 @@
-"""Classes of transformers, each with a tiny configuration, traced and held to real runs.
+"""transformers classes with tiny configs, traced and compared with real runs.
 
     python tests/with_torch/transformers_suite.py [--only NAME ...] [--forward] [--write docs/accuracy/transformers.md]
 
-A class runs in a process of its own, forward and, where it returns a loss, as a step of AdamW: parameters, matmul FLOPs
-by torch's counter, and the peak by the profiler's allocation events. The trace is made with sizes as symbols and bound
-to the sizes of the run, which are others. What is traced is the module as it is built: with its default attention.
+Each class runs in its own process, forward and, if it returns a loss, as an AdamW step: parameters, matmul FLOPs by
+torch's counter, and the peak by the profiler's allocation events. The trace has symbolic sizes and is bound to the
+run's sizes, which differ from the traced ones. The module is traced as built, with its default attention.
 """
 
 import argparse
@@ -30,13 +30,13 @@ import costgraph as cg
 from costgraph.errors import CostGraphError
 from costgraph.torch import trace
 
-#: Beyond that a difference of peaks is no matter of Python's numbers.
+#: Peak differences above this are not due to Python scalars.
 SLACK = 4096
-LIMIT = 400  # seconds for one class
+LIMIT = 400  # seconds per class
 PARTS = ("forward", "step")
 VOCABULARY, WIDTH, HEADS, PIXELS = 101, 32, 4, 32
 
-#: Fields of configurations by their names, in any family that has them.
+#: Values of config fields by name, for any family that has them.
 TINY: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "bos_vocab_size", "text_vocab_size", "decoder_vocab_size"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "model_dim", "emb_dim", "embedding_size",
@@ -68,13 +68,13 @@ TINY: dict[str, Any] = {
     "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 32,
 }  # fmt: skip
 
-#: Kernels that take memory which no tensor shows: docs/accuracy/workspaces.md.
+#: Kernels with workspaces outside of tensors: docs/accuracy/workspaces.md.
 WORKSPACE = {"convolution", "_scaled_dot_product_flash_attention_for_cpu", "native_group_norm", "logsumexp"}
 
 
 @dataclasses.dataclass
 class Row:
-    """What was found of a class."""
+    """One class's results."""
 
     name: str
     seconds: float = 0.0
@@ -92,21 +92,21 @@ class Row:
 
     @property
     def says(self) -> str:
-        """What is wrong with it, "" if nothing is."""
+        """Return the problem of a class, "" if there is none."""
         if self.problem or self.refused:
             return self.problem or self.refused
         return self.off
 
     @property
     def off(self) -> str:
-        """What is wrong with what was traced, "" if nothing is."""
+        """Return the mismatches of a traced run, "" if there are none."""
         wrong = [f"{k}: FLOPs {n:+d}" for k, (_, n) in self.found.items() if n]
         wrong += [f"{k}: peak {n:+d} B" for k, (n, _) in self.found.items() if abs(n) > SLACK]
         return "; ".join([*wrong, *(() if self.parameters else ("parameters",))])
 
 
 class Called(nn.Module):
-    """A model as it is trained: its loss, or without labels all that it returns."""
+    """A model in training: its loss, or without labels all of its outputs."""
 
     def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -119,17 +119,17 @@ class Called(nn.Module):
 
 
 def tiny(config: Any, more: dict[str, Any]) -> Any:
-    """Return a configuration with small numbers in the fields that hold a number."""
+    """Return a config with its numeric fields reduced."""
     defaults = {n: p.default for n, p in inspect.signature(config.__init__).parameters.items()}
     if dataclasses.is_dataclass(config):
         defaults |= {f.name: f.default for f in dataclasses.fields(config)}
-    own = {k: v for k, v in TINY.items() if k in defaults and not isinstance(defaults[k], list | tuple)}
+    fields = {k: v for k, v in TINY.items() if k in defaults and not isinstance(defaults[k], list | tuple)}
     if "hidden_sizes" in defaults:
-        own.pop("hidden_size", None)
-    return config(**{k: v for k, v in (own | more).items() if v is not None})
+        fields.pop("hidden_size", None)
+    return config(**{k: v for k, v in (fields | more).items() if v is not None})
 
 
-# -- what models are called with -------------------------------------------------------------------------------------
+# -- model inputs ------------------------------------------------------------------------------------------------------
 
 
 def tokens(B: int, S: int) -> dict[str, torch.Tensor]:
@@ -155,7 +155,7 @@ def audio(B: int, S: int) -> dict[str, torch.Tensor]:
 
 
 Inputs = Callable[[int, int], dict[str, torch.Tensor]]
-#: Batch and length that a class is traced at, and run at.
+#: Batch and length in the trace, and in the run.
 Sizes = tuple[tuple[int, int], tuple[int, int]]
 FEW: Sizes = (2, 13), (3, 17)
 CHUNKS: Sizes = (2, 200), (3, 270)
@@ -191,7 +191,7 @@ def convolution_backward(grad: Any, x: Any, weight: Any, bias: Any, *rest: Any, 
     return sum(mask[:2]) * 2 * slid[0] * prod(slid[2:]) * prod(weight)
 
 
-#: Kernels that torch's counter does not know, or of which it forgets the groups: docs/howto/flop_counter.md.
+#: Kernels without a formula in torch's counter, or with one that ignores groups: docs/howto/flop_counter.md.
 UNCOUNTED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
@@ -200,7 +200,7 @@ UNCOUNTED = {
 }
 
 
-# -- one class -------------------------------------------------------------------------------------------------------
+# -- a single class ----------------------------------------------------------------------------------------------------
 
 
 def run(name: str, parts: Sequence[str] = PARTS) -> Row:
@@ -213,9 +213,9 @@ def run(name: str, parts: Sequence[str] = PARTS) -> Row:
         model = cls(tiny(cls.config_class, MORE.get(name, {})))
         inputs = next(v for k, v in FAMILIES.items() if k in name)
         _compare(row, parts, model, inputs, FEW)
-        if row.refused and not row.found:  # what goes over chunks of positions is refused where there is one of them
+        if row.refused and not row.found:  # loops over chunks of positions are refused if there is a single chunk
             again = Row(name)
-            with suppress(Exception):  # a tiny model may have no such positions
+            with suppress(Exception):  # a tiny model may lack such positions
                 _compare(again, parts, model, inputs, CHUNKS)
             row = again if again.found else row
     except Exception as error:
@@ -241,8 +241,8 @@ def _compared(row: Row, what: str, model: nn.Module, inputs: Inputs, sizes: Size
     given = tuple(large.values())
     optimizer = adamw(model.parameters()) if train else None
     with torch.set_grad_enabled(train):
-        made = module(*given)
-    if train and (not isinstance(made, torch.Tensor) or made.ndim):
+        outputs = module(*given)
+    if train and (not isinstance(outputs, torch.Tensor) or outputs.ndim):
         return False
     try:
         dims = [dims_of(k, t) for k, t in small.items()]
@@ -265,7 +265,7 @@ def _compared(row: Row, what: str, model: nn.Module, inputs: Inputs, sizes: Size
 
 
 def _warm() -> None:
-    """Let torch and transformers load what all classes need, before processes are made."""
+    """Preload torch and transformers before processes are forked."""
     import transformers.modeling_utils  # noqa: F401
 
     torch.set_num_threads(1)
@@ -276,7 +276,7 @@ def _warm() -> None:
 
 
 def results(names: Sequence[str], parts: Sequence[str] = PARTS) -> Iterator[Row]:
-    """Run classes one after another, each in a process of its own."""
+    """Run classes one after another, each in its own process."""
     _warm()
     context = multiprocessing.get_context("fork")
     for name in names:
@@ -321,7 +321,7 @@ loop.
 
 
 def page(rows: list[Row]) -> str:
-    """Return the table as Markdown; classes that transformers itself does not run are left out."""
+    """Return the table as Markdown, without classes that transformers itself fails to run."""
     import transformers
 
     rows = sorted((r for r in rows if not r.problem), key=lambda r: r.name)
@@ -348,7 +348,7 @@ def _line(row: Row) -> str:
 
 
 def _short(text: str) -> str:
-    """Return a refusal without the places of files on this machine."""
+    """Return an error text without local file paths."""
     text = re.sub(r"\S*/site-packages/", "", text).replace("|", "\\|").replace("\n", " ")
     return text if len(text) < 330 else text[:330] + " ..."
 

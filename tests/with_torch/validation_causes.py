@@ -1,4 +1,4 @@
-"""Why a prediction of a peak is known to be off: causes by name, of a case on a device."""
+"""Known causes of inaccurate peak predictions, by case and device."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _CPU_KERNELS = ("transpose", "attention flash", "attention flash causal")
 
 
 def causes(case: Case, device: str, which: str = "declared") -> list[str]:
-    """Return the causes that make a prediction less than what is measured, or more.
+    """Return the causes that make a prediction lower or higher than the measurement.
 
     Parameters
     ----------
     case : Case
-        What ran.
+        The measured case.
     device : str
         cpu or cuda.
     which : str
-        declared or traced: of the latter, workspace alone is no part.
+        declared or traced: workspaces alone do not affect the latter.
     """
     plain = case.program == "module"
-    found = {
+    applicable = {
         "workspace": _workspace(case, device),
         "variables": plain
         and (case.mode == "forward" or case.implementation == "for-loop" or case.optimizer == "Adafactor"),
@@ -58,8 +58,8 @@ def causes(case: Case, device: str, which: str = "declared") -> list[str]:
         "rotary": case.subject == "llama",
         "lowering": not plain and (case.precision not in ("", "fp32") or case.optimizer == "Muon"),
     }
-    assert list(found) == list(CAUSES)
-    return [name for name, there in found.items() if there and (which == "declared" or name == "workspace")]
+    assert list(applicable) == list(CAUSES)
+    return [name for name, there in applicable.items() if there and (which == "declared" or name == "workspace")]
 
 
 def _workspace(case: Case, device: str) -> bool:

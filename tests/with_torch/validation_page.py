@@ -71,7 +71,7 @@ other differences.
 
 
 def records():
-    """All records of the suite, by name."""
+    """Return all records of the suite, sorted by name."""
     paths = sorted(p for p in FOLDER.glob("*.json") if f'"{SCHEMA}"' in p.read_text())
     return {path.stem: Validation.load(path) for path in paths}
 
@@ -81,7 +81,7 @@ def line(cells):
 
 
 def differences(found):
-    """Rows whose declared or traced peak is off by more than 4 KiB, each with its causes."""
+    """Yield the rows whose declared or traced peak is off by more than 4 KiB, with their causes."""
     device = found.environment["device"]
     for row in found.rows:
         for which in ("declared", "traced"):
@@ -115,7 +115,7 @@ def section(name, found):
 
 
 def page():
-    """Return the text of the page."""
+    """Return the page as Markdown."""
     listed = "\n".join(f"- **{name}**: {text}." for name, text in CAUSES.items())
     parts = [text for name, found in records().items() for text in section(name, found)]
     return HEAD.format(causes=listed, follows=FOLLOWS) + "\n".join(parts) + "\n"

@@ -1,9 +1,9 @@
-"""Memory that kernels take on a CPU while they run, beside operands and results: what no tensor shows.
+"""Workspaces of CPU kernels: memory besides operands and results.
 
     python tests/with_torch/workspaces.py > docs/accuracy/workspaces.md
 
-Each op of the list runs by itself, on one thread, under the profiler; its workspace is the most that lived at once less
-what is left after it, its results. Libraries that allocate without torch's allocator are not seen.
+Each listed op runs alone, on one thread, under the profiler; its workspace is its peak less its remaining bytes, the
+results. Allocations outside of torch's allocator are invisible.
 """
 
 import datetime
@@ -24,7 +24,7 @@ from costgraph.torch.measurement import (
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 NAMES = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
 
-#: Name of an op, what it is called with in words, and the call.
+#: Op name, description of its arguments, and the call.
 Case = tuple[str, str, Callable[[], Any]]
 
 
@@ -41,23 +41,23 @@ def ids(most: int, *sizes: int) -> torch.Tensor:
 
 
 def workspaces(calls: Iterable[Callable[[], Any]]) -> list[int]:
-    """Return the bytes that each call needs at its peak beyond what it leaves."""
+    """Return the peak bytes of each call beyond its results."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for call in calls:
             call()
             with record_function(_MARK):
                 pass
-            kept = call()
+            result = call()
             with record_function(_MARK):
                 pass
-            del kept
+            del result
     runs: list[list[tuple[int, int]]] = [[]]
     for event in _events(profiler.profiler.kineto_results.experimental_event_tree()):
         if event is None:
             runs.append([])
         else:
             runs[-1].append(event)
-    # before the first mark, and between two cases, a call is run for the first time
+    # a warm-up call runs before the first mark, and between two cases
     return [peak - rest for peak, rest in map(_peak_of, runs[1::2])]
 
 
@@ -207,7 +207,7 @@ def images() -> Iterator[Case]:
 def layers() -> Iterator[Case]:
     for s, d in ((16, 32), (64, 128)):
         weights = [rand(4 * d, d), rand(4 * d, d), rand(4 * d), rand(4 * d)]
-        # in one direction, 2 for an LSTM, one layer with biases, in inference
+        # one direction, 2 for an LSTM, one layer with biases, in inference
         given = (rand(s, 8, d), *weights, rand(1, 8, d), rand(1, 8, d), False, [], 2, d, 1, True, False, False, False)
         yield case("mkldnn_rnn_layer", f"({s}, 8, {d}), LSTM", *given)
         given = (rand(s, 4, d).log_softmax(-1), ids(d - 1, 4, 5) + 1, (s,) * 4, (5,) * 4)
@@ -233,7 +233,7 @@ FAMILIES = (
 
 
 def rows() -> list[tuple[str, str, int]]:
-    """Return op, condition and workspace in bytes of each case."""
+    """Return op, condition and workspace bytes of each case."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     with torch.no_grad():
@@ -312,16 +312,16 @@ Regenerate the page with `python tests/with_torch/workspaces.py > docs/accuracy/
 
 
 def page() -> str:
-    """Return the page of the documentation."""
-    found = rows()
-    some = {op for op, _, n in found if n}
+    """Return the page as Markdown."""
+    measured = rows()
+    some = {op for op, _, n in measured if n}
     return _PAGE.format(
         date=datetime.date.today(),
         torch=torch.__version__,
         machine=platform.machine(),
         capability=torch.backends.cpu.get_cpu_capability(),
-        table="\n".join(f"| `{op}` | {condition} | {n:,} |" for op, condition, n in found if n),
-        none=", ".join(f"`{op}`" for op in sorted({op for op, _, _ in found} - some)),
+        table="\n".join(f"| `{op}` | {condition} | {n:,} |" for op, condition, n in measured if n),
+        none=", ".join(f"`{op}`" for op in sorted({op for op, _, _ in measured} - some)),
     )
 
 

@@ -1,4 +1,4 @@
-"""References of the convolutional networks and of the diffusion U-Nets."""
+"""References of the convolutional networks and the diffusion U-Nets."""
 
 import torch
 from diffusers_unets import UNet
@@ -19,7 +19,7 @@ RESNETS = {
     "wide-resnet50-2": (Bottleneck, [3, 4, 6, 3], {"width_per_group": 128}),
     "wide-resnet101-2": (Bottleneck, [3, 4, 23, 3], {"width_per_group": 128}),
 }
-#: Growth, layers of each block and channels of the stem.
+#: Growth rate, layers per block and stem channels.
 DENSENETS = {
     "densenet121": (32, (6, 12, 24, 16), 64),
     "densenet161": (48, (6, 12, 36, 24), 96),

@@ -1,4 +1,4 @@
-"""Decoders without experts as transformers has them: the fields of each published config.json that set a size."""
+"""transformers decoders without experts: the size fields of each published config.json."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,7 +8,7 @@ import torch
 import transformers
 from zoo_reference import Reference
 
-#: What makes counts exact: products of attention that a counter sees, and no cache.
+#: Options for exact counts: countable attention matmuls, and no cache.
 EXACT = {"attn_implementation": "eager", "use_cache": False}
 #: B sequences of S tokens, S a prime.
 SIZES = {"B": 2, "S": 13}
@@ -116,15 +116,15 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def config(classes: str, **fields: Any) -> Any:
-    """A configuration, which names its architecture as a config.json does."""
+    """Return a config with its architecture, as in config.json."""
     name, model = classes.split()
-    # special tokens of small vocabularies: they change no cost
+    # special tokens of small vocabularies: they do not affect costs
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     return getattr(transformers, name)(**tokens, **fields, **EXACT, architectures=[model])
 
 
 def module(classes: str, fields: dict[str, Any]) -> torch.nn.Module:
-    """The module of a configuration."""
+    """Build a config's module."""
     return getattr(transformers, classes.split()[1])(config(classes, **fields))
 
 

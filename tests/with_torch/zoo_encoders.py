@@ -13,11 +13,11 @@ B, S = 2, 13
 EAGER = {"attention": "eager"}
 
 
-# -- plain modules, where transformers has none ----------------------------------------------------------------------
+# -- plain modules that transformers lacks -----------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
-    """`EncoderBlock` of torchvision's vision_transformer.py."""
+    """`EncoderBlock` in torchvision's vision_transformer.py."""
 
     def __init__(self, d: int, heads: int, f: int):
         super().__init__()
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """`VisionTransformer` of torchvision's vision_transformer.py."""
+    """`VisionTransformer` in torchvision's vision_transformer.py."""
 
     def __init__(
         self, side: int, patch: int, d: int, heads: int, f: int, depth: int, classes: int = 1000, channels: int = 3
@@ -55,7 +55,7 @@ def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch
 
 
 class DiTBlock(nn.Module):
-    """`DiTBlock` of facebookresearch/DiT, models.py, with the attention of timm."""
+    """`DiTBlock` in facebookresearch/DiT, models.py, with timm's attention."""
 
     def __init__(self, d: int, heads: int, f: int):
         super().__init__()
@@ -77,7 +77,7 @@ class DiTBlock(nn.Module):
 
 
 class DiT(nn.Module):
-    """`DiT` of facebookresearch/DiT, models.py."""
+    """`DiT` in facebookresearch/DiT, models.py."""
 
     def __init__(
         self, side: int, patch: int, d: int, heads: int, f: int, depth: int, classes: int = 1000, channels: int = 4,
@@ -112,7 +112,7 @@ class DiT(nn.Module):
         return torch.einsum("nhwpqc->nchpwq", x).reshape(x.shape[0], self.out, self.grid * self.patch, -1)
 
 
-# -- what modules are run on -----------------------------------------------------------------------------------------
+# -- module inputs -----------------------------------------------------------------------------------------------------
 
 
 def ids(*shape: int, high: int = 2) -> torch.Tensor:
@@ -178,7 +178,7 @@ def dit(patch: int, d: int, heads: int, depth: int) -> Reference:
     return Reference(module, lambda: (torch.zeros(B, 4, 32, 32), ids(B), ids(B)), {"B": B}, name=name)
 
 
-#: What each model of these families is compared with.
+#: Each model's reference.
 REFERENCES: dict[str, Callable[[], Reference]] = {
     "bert-base": bert,
     "bert-large": partial(bert, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096),

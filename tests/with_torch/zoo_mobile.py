@@ -1,4 +1,4 @@
-"""References of the image models that are not in transformers as published, and of DLRM, and one for each preset.
+"""Reference modules for the presets of image models that transformers lacks as published, and of DLRM.
 
 The modules follow `torchvision.models.mobilenetv2`, `mobilenetv3` and `efficientnet`, and `dlrm_s_pytorch.py` of
 facebookresearch/dlrm.
@@ -44,7 +44,7 @@ class SqueezeExcitation(nn.Module):
 
 
 class Block(nn.Module):
-    """`InvertedResidual` of MobileNet V2 and V3, and `MBConv` of EfficientNet."""
+    """`InvertedResidual` in MobileNet V2 and V3, and `MBConv` in EfficientNet."""
 
     def __init__(
         self, given: int, middle: int, made: int, kernel: int, stride: int, act: Any, squeeze: nn.Module | None = None
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Features, their mean over positions, and a classifier."""
+    """Features, global average pooling, and a classifier."""
 
     def __init__(self, features: list[nn.Module], *classifier: nn.Module) -> None:
         super().__init__()
@@ -93,7 +93,8 @@ def mobilenet_v2(classes: int = 1000) -> nn.Module:
     return Classifier([*features, conv_norm(width, 1280, 1, act=nn.ReLU6)], nn.Dropout(0.2), nn.Linear(1280, classes))
 
 
-# given, kernel, expanded, made, squeeze and excitation, activation, stride: _mobilenet_v3_conf of torchvision
+# input channels, kernel, expanded channels, output channels, squeeze-excitation, activation, stride: torchvision's
+# _mobilenet_v3_conf
 V3 = {
     "large": [
         (16, 3, 16, 16, False, "RE", 1), (16, 3, 64, 24, False, "RE", 2), (24, 3, 72, 24, False, "RE", 1),
@@ -142,14 +143,14 @@ def efficientnet(wide: float, deep: float, classes: int = 1000) -> nn.Module:
 
 
 class ChannelsNorm(nn.LayerNorm):
-    """`LayerNorm2d` of `torchvision.models.convnext`."""
+    """`LayerNorm2d` in `torchvision.models.convnext`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class ConvNeXtBlock(nn.Module):
-    """`CNBlock` of `torchvision.models.convnext`."""
+    """`CNBlock` in `torchvision.models.convnext`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ class ConvNeXtBlock(nn.Module):
 
 
 def convnext(widths: list[int], depths: list[int], classes: int = 1000) -> nn.Module:
-    """`torchvision.models.convnext_tiny` to `convnext_large`; transformers' cannot be built of fake tensors."""
+    """`torchvision.models.convnext_tiny` to `convnext_large`; transformers' cannot be built with fake tensors."""
     features: list[nn.Module] = [nn.Conv2d(3, widths[0], 4, 4), ChannelsNorm(widths[0])]
     for i, (width, depth) in enumerate(zip(widths, depths, strict=True)):
         features += [ChannelsNorm(widths[i - 1]), nn.Conv2d(widths[i - 1], width, 2, 2)] if i else []
@@ -172,7 +173,7 @@ def convnext(widths: list[int], depths: list[int], classes: int = 1000) -> nn.Mo
 
 
 class DLRM(nn.Module):
-    """`DLRM_Net` of dlrm_s_pytorch.py, with arch_interaction_op dot and the last layer of the top network a sigmoid."""
+    """`DLRM_Net` in dlrm_s_pytorch.py, with arch_interaction_op dot and a sigmoid as the top network's last layer."""
 
     def __init__(self, rows: list[int], bottom: list[int], top: list[int], itself: bool = False) -> None:
         super().__init__()
@@ -198,7 +199,7 @@ class DLRM(nn.Module):
 
 
 def dlrm(rows: str, bottom: str, top: str) -> nn.Module:
-    """As the command line of dlrm_s_pytorch.py has it."""
+    """Build the model as the command line of dlrm_s_pytorch.py does."""
     return DLRM(*([int(n) for n in text.split("-")] for text in (rows, bottom, top)))
 
 
@@ -213,7 +214,7 @@ KAGGLE = (
 
 
 def clicks() -> tuple[torch.Tensor, ...]:
-    """Features of two samples, one index into each of 26 tables."""
+    """Features for two samples, one index into each of 26 tables."""
     return torch.zeros(2, 13), *(torch.zeros(2, 1, dtype=torch.int64) for _ in range(26))
 
 

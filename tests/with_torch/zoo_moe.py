@@ -1,7 +1,7 @@
-"""Decoders with experts as transformers has them: the fields of each published config.json that set a size.
+"""transformers decoders with experts: the size fields of each published config.json.
 
-Experts run as grouped products (`experts_implementation="grouped_mm"`), which count 2 for every row and element of a
-matrix; a loop over experts, with a product for each that has rows, cannot be traced without data.
+Experts run as a grouped matmul (`experts_implementation="grouped_mm"`), which counts 2 per row and matrix element; a
+loop over the non-empty experts is data-dependent and cannot be traced.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import transformers
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from zoo_reference import Reference
 
-#: What makes counts exact: products of attention that a counter sees, one product for all experts, and no cache.
+#: Options for exact counts: countable attention matmuls, a grouped matmul for all experts, and no cache.
 EXACT = {"attn_implementation": "eager", "experts_implementation": "grouped_mm", "use_cache": False}
 #: B sequences of S tokens, S a prime.
 SIZES = {"B": 2, "S": 13}
@@ -79,9 +79,9 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def config(classes: str, **fields: Any) -> Any:
-    """A configuration, which names its architecture as a config.json does."""
+    """Return a config with its architecture, as in config.json."""
     name, model = classes.split()
-    # special tokens of small vocabularies: they change no cost
+    # special tokens of small vocabularies: they do not affect costs
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     return getattr(transformers, name)(**tokens, **fields, **EXACT, architectures=[model])
 
@@ -90,7 +90,7 @@ def config(classes: str, **fields: Any) -> Any:
 
 
 class Turns(torch.nn.Module):
-    """Cosines and sines side by side, where DeepSeek-V2 has them as complex numbers, which no graph holds."""
+    """Separate cosines and sines, where DeepSeek-V2 has complex numbers, which graphs do not support."""
 
     def __init__(self, inverse: torch.Tensor) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Turns(torch.nn.Module):
 
 
 def turned(q: torch.Tensor, k: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `apply_rotary_emb` of DeepSeek-V2 does, in real numbers."""
+    """DeepSeek-V2's `apply_rotary_emb` in real numbers."""
 
     def turn(x: torch.Tensor) -> torch.Tensor:
         a, b = x[..., 0::2], x[..., 1::2]
@@ -113,7 +113,7 @@ def turned(q: torch.Tensor, k: torch.Tensor, turns: torch.Tensor) -> tuple[torch
 
 
 class Logits(torch.nn.Module):
-    """A causal language model as a function of its tokens."""
+    """A causal language model as a function from tokens to logits."""
 
     def __init__(self, made: Any) -> None:
         super().__init__()
@@ -131,13 +131,13 @@ def tokens() -> tuple[torch.Tensor]:
 
 
 def reference(classes: str, fields: dict[str, Any]) -> Reference:
-    """The module of a published configuration."""
+    """Build a published config's module."""
     return Reference(
         lambda: Logits(config(classes, **fields)), tokens, SIZES, {"attention": "eager"}, name=classes.split()[1]
     )
 
 
-#: The reference of each preset.
+#: Each preset's reference.
 REFERENCES: dict[str, Callable[[], Reference]] = {
     name: partial(reference, classes, fields) for classes, models in CONFIGS.items() for name, fields in models.items()
 }

@@ -2,9 +2,8 @@
 
     PYTHONPATH=tests python tests/with_torch/zoo_page.py [NAME ...]
 
-traces the modules that are named, all by default, keeps what they count in `tests/with_torch/zoo_counts.json`,
-their parameters in `costgraph/models/parameters.json`, and writes the page anew. The modules are of their published
-sizes, on fake tensors.
+traces the named modules, by default all, stores their counts in `tests/with_torch/zoo_counts.json` and their parameters
+in `costgraph/models/parameters.json`, and rewrites the page. The modules have their published sizes, on fake tensors.
 """
 
 import importlib
@@ -43,20 +42,20 @@ varied, are compared with PyTorch's counts in `tests/with_torch/recorded/counts.
 
 
 def references():
-    """Reference of each model that has one, by its name."""
-    found = {}
+    """Return the reference of each model that has one, by name."""
+    by_name = {}
     for path in sorted(HERE.glob("zoo_*.py")):
         module = importlib.import_module(path.stem)
-        found |= getattr(module, "REFERENCES", {})
-    return found
+        by_name |= getattr(module, "REFERENCES", {})
+    return by_name
 
 
 def counted():
-    kept = json.loads(COUNTS.read_text(encoding="utf-8"))
+    counts = json.loads(COUNTS.read_text(encoding="utf-8"))
     for name, parameters in json.loads(PARAMETERS.read_text(encoding="utf-8")).items():
-        if name in kept["models"]:  # of a public module
-            kept["models"][name]["parameters"] = parameters
-    return kept
+        if name in counts["models"]:  # a public module's counts
+            counts["models"][name]["parameters"] = parameters
+    return counts
 
 
 def keep(kept):
@@ -69,7 +68,7 @@ def keep(kept):
 
 
 def count(names):
-    """Trace modules and keep what they count."""
+    """Trace modules and store their counts."""
     import torch
     import transformers
     from zoo_reference import described, traced
@@ -89,16 +88,16 @@ def count(names):
 
 
 def declared(name, row):
-    """Parameters and matmul FLOPs of the declaration of a model."""
+    """Return the parameters and matmul FLOPs of a model's declaration."""
     g = load(name, **row.get("options", {}))
     return cg.param_count(g), cg.matmul_flops(g, count="full", **row["sizes"])
 
 
 def page(asked=declared):
-    kept = counted()
+    counts = counted()
     lines, equal, apart = [], 0, []
     for name in cg.models.names():
-        row = kept["models"].get(name)
+        row = counts["models"].get(name)
         if row is None:
             lines.append(f"| `{name}` | none is public | {cg.param_count(cg.models.load(name)):,} | | | | |")
             continue
@@ -112,8 +111,8 @@ def page(asked=declared):
             f"| {at} |"
         )
     text = f" The others: {', '.join(apart)}." if apart else ""
-    versions = {k: kept.get(k, "") for k in ("torch", "transformers")}
-    return HEAD.format(equal=equal, all=len(kept["models"]), apart=text, **versions) + "\n".join(lines) + "\n"
+    versions = {k: counts.get(k, "") for k in ("torch", "transformers")}
+    return HEAD.format(equal=equal, all=len(counts["models"]), apart=text, **versions) + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Public modules of the recurrent models of the zoo, one for each preset."""
+"""Public modules for the zoo's recurrent models, one for each preset."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, xLSTMConfig, xLSTMForCausalLM
 from zoo_reference import Reference
 
-_BATCH, _STEPS = 2, 3  # modules that go position by position are traced that often
+_BATCH, _STEPS = 2, 3  # number of iterations traced for modules that loop over positions
 
 
 def _tokens(words: int, steps: int = _STEPS) -> tuple[torch.Tensor]:
@@ -21,7 +21,7 @@ def _tokens(words: int, steps: int = _STEPS) -> tuple[torch.Tensor]:
 def _reference(
     name: str, module: Callable[..., nn.Module], steps: int = _STEPS, **options: Any
 ) -> Callable[[], Reference]:
-    """A module built from the sizes of a preset."""
+    """Build a module from the sizes of a preset."""
 
     def build() -> Reference:
         sizes = load(name, **options).defaults
@@ -46,7 +46,7 @@ def mamba2(sizes: dict[str, int]) -> nn.Module:
         Mamba2Config(
             vocab_size=sizes["V"], hidden_size=sizes["D"], num_hidden_layers=sizes["L"], state_size=sizes["N"],
             num_heads=sizes["H"], head_dim=sizes["K"], n_groups=sizes["G"], chunk_size=sizes.get("Q", 256),
-            tie_word_embeddings=sizes["G"] == 1, use_cache=False,  # Codestral has groups, and a head of its own
+            tie_word_embeddings=sizes["G"] == 1, use_cache=False,  # Codestral has groups and an untied head
         )
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ _PLACES = {"125m": (3, 20)}
 
 REFERENCES: dict[str, Callable[[], Reference]] = {
     **{n: _reference(n, mamba) for n in (f"mamba-{size}" for size in ("130m", "370m", "790m", "1.4b", "2.8b"))},
-    # two chunks of transformers' default size
+    # two chunks at transformers' default size
     **{
         n: _reference(n, mamba2, 512, form="chunked", scan="ops")
         for n in (f"mamba2-{size}" for size in ("130m", "370m", "780m", "1.3b", "2.7b"))

@@ -1,4 +1,4 @@
-"""Public torch modules that the zoo declares, and what they count: on fake tensors, whatever their size."""
+"""Public torch modules that the zoo declares, and their counts on fake tensors of any size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from costgraph.torch import trace
 
 @dataclass(frozen=True)
 class Reference:
-    """A module and what it is run on."""
+    """A module and its inputs."""
 
     module: Callable[[], torch.nn.Module]
     """Builds the module, of the published size."""
     inputs: Callable[[], tuple[Any, ...]]
     """Builds its positional inputs."""
     sizes: dict[str, int]
-    """What the dimensions of the declaration are bound to, so that both count the same."""
+    """Sizes of the declaration that make both counts comparable."""
     options: dict[str, Any] = field(default_factory=dict)
     """How the declaration is loaded, such as attention="eager"."""
     name: str = ""
@@ -31,7 +31,7 @@ class Reference:
 
 
 def described(reference: Reference) -> str:
-    """What the module is called, and where its source is."""
+    """Return the module's name and source location."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         kind = type(reference.module())
     if reference.name:
@@ -42,15 +42,15 @@ def described(reference: Reference) -> str:
 
 
 def traced(reference: Reference) -> tuple[int, int]:
-    """Parameters and matmul FLOPs of the module, traced."""
+    """Return the parameters and matmul FLOPs of the traced module."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         module = reference.module().eval()
-        count = sum(p.numel() for p in module.parameters())  # shared ones once
+        count = sum(p.numel() for p in module.parameters())  # shared parameters count once
         graph = trace(module, *reference.inputs(), keywords=reference.keywords())
     return count, cg.matmul_flops(graph, count="full")
 
 
 def declared(name: str, reference: Reference) -> tuple[int, int]:
-    """Parameters and matmul FLOPs of the declaration."""
+    """Return the parameters and matmul FLOPs of the declaration."""
     graph = load(name, **reference.options)
     return cg.param_count(graph), cg.matmul_flops(graph, count="full", **reference.sizes)

@@ -48,7 +48,7 @@ from ..quantities import symbolic
 __all__ = [
     "Tables",
     "views_of",
-    "collected",
+    "page_data",
     "Page",
     "explore",
 ]
@@ -59,7 +59,7 @@ __all__ = [
 
 T = TypeVar("T", bound=Hashable)
 # JavaScript numbers are exact up to this; larger coefficients are strings
-_LARGEST = 2**53
+_LARGEST_EXACT = 2**53
 _KINDS = {
     Max: "max", Min: "min", sympy.Max: "max", sympy.Min: "min",
     sympy.floor: "floor", sympy.ceiling: "ceil", sympy.Pow: "pow", sympy.log: "log",
@@ -84,7 +84,7 @@ class Tables:
         self._rows: dict[Poly, int] = {}
         self._monomials: dict[Monomial, int] = {}
         self._generators: dict[str, int] = {}
-        self._found: dict[str, list[Any]] = {"rows": [], "monomials": [], "generators": []}
+        self._entries: dict[str, list[Any]] = {"rows": [], "monomials": [], "generators": []}
 
     def row(self, p: Poly) -> int:
         """Return the index of a polynomial; raise UnsupportedError for functions that the engine lacks."""
@@ -95,11 +95,11 @@ class Tables:
 
     def data(self) -> dict[str, list[Any]]:
         """Return the tables as JSON data."""
-        return self._found
+        return self._entries
 
-    def _add(self, table: str, places: dict[T, int], key: T, entry: object) -> None:
-        places[key] = len(self._found[table])
-        self._found[table].append(entry)
+    def _add(self, table: str, indices: dict[T, int], key: T, entry: object) -> None:
+        indices[key] = len(self._entries[table])
+        self._entries[table].append(entry)
 
     def _monomial(self, m: Monomial) -> int:
         if m not in self._monomials:
@@ -115,14 +115,14 @@ class Tables:
         for kind, name in _KINDS.items():
             if isinstance(expr, kind):
                 return [name, *(self.row(poly(a)) for a in expr.args)]
-        known = ", ".join(dict.fromkeys(_KINDS.values()))
+        kinds = ", ".join(dict.fromkeys(_KINDS.values()))
         raise UnsupportedError(
-            f"explore: {shorten(str(expr))}: no rule for {type(expr).__name__}, expected one of {known}"
+            f"explore: {shorten(str(expr))}: no rule for {type(expr).__name__}, expected one of {kinds}"
         )
 
 
 def _coefficient(value: Rational) -> int | str:
-    return value if isinstance(value, int) and abs(value) < _LARGEST else str(value)
+    return value if isinstance(value, int) and abs(value) < _LARGEST_EXACT else str(value)
 
 
 # -- views -------------------------------------------------------------------------------------------------------------
@@ -130,9 +130,9 @@ def _coefficient(value: Rational) -> int | str:
 _PASSES: Mapping[str, Callable[[Graph], Graph]] = {"forward": lambda g: g, "prefill": prefill, "decode": decode}
 _DEGREES = ("dp", "tp", "cp", "ep", "pp")
 #: Options of `parallelize` besides degrees; those without a value are flags.
-_RANKS = ("zero", "sequence", "context", "reduce_each", "schedule")
-_WORDS = {"zero": ("0", "1", "2", "3"), "reduce_each": ("yes", "no"), "context": CONTEXTS}
-_STEP = ("optimizer", "precision", "checkpoint", "accumulate", "clip")
+_RANK_OPTIONS = ("zero", "sequence", "context", "reduce_every_microbatch", "schedule")
+_CHOICES = {"zero": ("0", "1", "2", "3"), "reduce_every_microbatch": ("yes", "no"), "context": CONTEXTS}
+_STEP_OPTIONS = ("optimizer", "precision", "checkpoint", "accumulate", "clip")
 #: Training steps by their options, shared between the views of ranks.
 _Steps = dict[frozenset[tuple[str, str]], Graph]
 _DEFAULT = (
@@ -143,29 +143,29 @@ _DEFAULT = (
 )  # fmt: skip
 
 
-def views_of(graph: Graph, wanted: object = None) -> dict[str, Graph]:
+def views_of(graph: Graph, requested: object = None) -> dict[str, Graph]:
     """Return the graphs to show by view name, by default all standard views that the graph supports.
 
-    `wanted` has graphs, or option strings such as `train optimizer=adamw precision=bf16 checkpoint=every-block dp=8
+    `requested` has graphs, or option strings such as `train optimizer=adamw precision=bf16 checkpoint=every-block dp=8
     tp=T zero=3`. Raises if an option is unknown, or a transform rejects the graph.
     """
-    if isinstance(wanted, Mapping):
-        found = dict(wanted)
-        if not found or not all(isinstance(k, str) and isinstance(v, Graph) for k, v in found.items()):
-            raise FormatError(f"explore: views is {shown(wanted)}, expected graphs by the name of the view")
-        return found
-    if wanted is None:
-        return dict(_those_it_has(graph))
-    if isinstance(wanted, str) or not isinstance(wanted, Iterable):
-        raise FormatError(f"explore: views is {shown(wanted)}, expected a list such as ['forward', 'decode']")
+    if isinstance(requested, Mapping):
+        views = dict(requested)
+        if not views or not all(isinstance(k, str) and isinstance(v, Graph) for k, v in views.items()):
+            raise FormatError(f"explore: views is {shown(requested)}, expected a mapping from view names to graphs")
+        return views
+    if requested is None:
+        return dict(_supported_views(graph))
+    if isinstance(requested, str) or not isinstance(requested, Iterable):
+        raise FormatError(f"explore: views is {shown(requested)}, expected a list such as ['forward', 'decode']")
     steps: _Steps = {}
-    found = {text: _view(graph, text, steps) for text in list(wanted)}
-    if not found:
-        raise FormatError("explore: views is empty, expected one view at least")
-    return found
+    views = {text: _view(graph, text, steps) for text in list(requested)}
+    if not views:
+        raise FormatError("explore: views is empty, expected at least one view")
+    return views
 
 
-def _those_it_has(graph: Graph) -> Iterable[tuple[str, Graph]]:
+def _supported_views(graph: Graph) -> Iterable[tuple[str, Graph]]:
     steps: _Steps = {}
     for text in _DEFAULT:
         try:
@@ -177,21 +177,21 @@ def _those_it_has(graph: Graph) -> Iterable[tuple[str, Graph]]:
 def _view(graph: Graph, text: object, steps: _Steps) -> Graph:
     if not isinstance(text, str) or not text.strip():
         raise FormatError(f"explore: view {shown(text)}, expected one such as {', '.join(map(repr, _DEFAULT))}")
-    word, *rest = text.split()
-    options = dict(part.partition("=")[::2] for part in rest)
-    known = (*_DEGREES, *_RANKS, *(_STEP if word == "train" else ()))
+    mode, *settings = text.split()
+    options = dict(option.partition("=")[::2] for option in settings)
+    allowed = (*_DEGREES, *_RANK_OPTIONS, *(_STEP_OPTIONS if mode == "train" else ()))
     for name, value in options.items():
-        if name not in known or bool(value) == (name == "sequence"):
-            flags = (k if k == "sequence" else f"{k}=" for k in known)
+        if name not in allowed or bool(value) == (name == "sequence"):
+            flags = (k if k == "sequence" else f"{k}=" for k in allowed)
             raise FormatError(f"explore: view {shorten(text)}: {shorten(name)}, expected {', '.join(flags)}")
-    if word == "train":
-        key = frozenset((k, v) for k, v in options.items() if k in _STEP)
-        found = steps[key] = steps.get(key) or _step(graph, options)
-    elif word in _PASSES:
-        found = _PASSES[word](graph)
+    if mode == "train":
+        key = frozenset((k, v) for k, v in options.items() if k in _STEP_OPTIONS)
+        step_graph = steps[key] = steps.get(key) or _step(graph, options)
+    elif mode in _PASSES:
+        step_graph = _PASSES[mode](graph)
     else:
         raise FormatError(f"explore: view {shorten(text)}: expected {', '.join(_PASSES)} or train, then options")
-    return _rank(found, options) if options.keys() & {*_DEGREES, *_RANKS} else found
+    return _rank(step_graph, options) if options.keys() & {*_DEGREES, *_RANK_OPTIONS} else step_graph
 
 
 def _step(graph: Graph, options: Mapping[str, str]) -> Graph:
@@ -207,18 +207,18 @@ def _step(graph: Graph, options: Mapping[str, str]) -> Graph:
     return training_step(graph, None, OPTIMIZERS[name](), options.get("precision"), policy, accumulate, clip=clip)
 
 
-def _rank(found: Graph, options: Mapping[str, str]) -> Graph:
-    given: dict[str, Any] = {name: size_or_name(options[name], name) for name in _DEGREES if name in options}
-    given |= {name: options[name] for name in ("context", "schedule") if name in options}
-    for name, words in _WORDS.items():
+def _rank(graph: Graph, options: Mapping[str, str]) -> Graph:
+    arguments: dict[str, Any] = {name: size_or_name(options[name], name) for name in _DEGREES if name in options}
+    arguments |= {name: options[name] for name in ("context", "schedule") if name in options}
+    for name, choices in _CHOICES.items():
         if name in options:
-            need_choice(f"explore: {name}", options[name], words)
+            need_choice(f"explore: {name}", options[name], choices)
     if "zero" in options:
-        given["zero"] = int(options["zero"])
-    if "reduce_each" in options:
-        given["reduce_each"] = options["reduce_each"] == "yes"
+        arguments["zero"] = int(options["zero"])
+    if "reduce_every_microbatch" in options:
+        arguments["reduce_every_microbatch"] = options["reduce_every_microbatch"] == "yes"
     micro_batches = size_or_name(options.get("accumulate", "1"), "accumulate")
-    return parallelize(found, sequence="sequence" in options, micro_batches=micro_batches, **given)
+    return parallelize(graph, sequence="sequence" in options, micro_batches=micro_batches, **arguments)
 
 
 # -- page data ---------------------------------------------------------------------------------------------------------
@@ -226,91 +226,95 @@ def _rank(found: Graph, options: Mapping[str, str]) -> Graph:
 # initial sizes of unbound dimensions, else 1: small enough for most devices
 _START = {"S": 2048}
 #: To find valid sizes, try these powers of two for up to so many dimensions.
-_MOST_TRIED, _TRIED = 4, (1, 2, 4, 8)
+_MAX_FREE, _CANDIDATES = 4, (1, 2, 4, 8)
 _STAGES = ("first", "middle", "last")
 
 
-def collected(name: str, views: Mapping[str, Graph], devices: Sequence[Hardware]) -> dict[str, Any]:
+def page_data(name: str, views: Mapping[str, Graph], devices: Sequence[Hardware]) -> dict[str, Any]:
     """Return the page data: `tables`, `views`, `devices` and the initial sizes.
 
     Only memory is shown for a device without rates.
     """
     tables = Tables()
-    twins = {view: [symbolic(part) for part in stages(graph)] for view, graph in views.items()}
-    every = [part for parts in twins.values() for part in parts]
-    keys = sorted({key for g in every for w in works(g) for key in (*w.flops, *w.least)})
-    found: list[dict[str, Any]] = []
-    with progressing("explore", len(every)) as step:
-        for view, parts in twins.items():
-            places = range(len(found), len(found) + len(parts))
-            for i, (part, at) in enumerate(zip(parts, places, strict=True)):
-                named = f"{view}: {_STAGES[-1 if at == places[-1] else i]} stage" if len(parts) > 1 else view
+    twins = {view: [symbolic(stage) for stage in stages(graph)] for view, graph in views.items()}
+    all_stages = [stage for stage_graphs in twins.values() for stage in stage_graphs]
+    keys = sorted({key for g in all_stages for w in works(g) for key in (*w.flops, *w.least)})
+    view_data: list[dict[str, Any]] = []
+    with progressing("explore", len(all_stages)) as step:
+        for view, stage_graphs in twins.items():
+            indices = range(len(view_data), len(view_data) + len(stage_graphs))
+            for i, (stage, index) in enumerate(zip(stage_graphs, indices, strict=True)):
+                named = f"{view}: {_STAGES[-1 if index == indices[-1] else i]} stage" if len(stage_graphs) > 1 else view
                 step(named)
-                found.append(_view_data(named, part, tables, keys, devices))
-                if len(parts) > 1 and part.waiting is not None:
-                    found[-1] |= _pipeline(part, part.waiting, places, tables, devices)
+                view_data.append(_view_data(named, stage, tables, keys, devices))
+                if len(stage_graphs) > 1 and stage.waiting is not None:
+                    view_data[-1] |= _pipeline(stage, stage.waiting, indices, tables, devices)
     return {
         "name": name,
         "keys": [f"{kind} {dtype}" for kind, dtype in keys],
-        "views": found,
+        "views": view_data,
         "devices": [_device(d, keys) for d in devices],
-        "sizes": _starts(list(views.values()), every, [view["counts"] for view in found]),
+        "sizes": _initial_sizes(list(views.values()), all_stages, [view["counts"] for view in view_data]),
         "tables": tables.data(),
     }
 
 
-def _starts(graphs: Sequence[Graph], parts: Sequence[Graph], counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def _initial_sizes(
+    graphs: Sequence[Graph], stage_graphs: Sequence[Graph], counts: Sequence[Mapping[str, int]]
+) -> dict[str, int]:
     """Return the initial sizes: model defaults or small values, valid in all views if possible."""
-    names = sorted(frozenset().union(*map(known_names, parts)))
-    given = {name: size for graph in reversed(graphs) for name, size in graph.defaults.items()}
-    found = {n: given.get(n, _START.get(n, 1)) for n in names}
-    for part, least in zip(parts, counts, strict=True):
-        own = known_names(part)
-        free = [n for n in names if n in own and n not in given and n not in _START][:_MOST_TRIED]
-        for tried in product(_TRIED, repeat=len(free)):
-            sizes = found | {n: max(found[n], size) for n, size in zip(free, tried, strict=True)}
-            if _allows(part, {n: sizes[n] for n in own}) and all(sizes[n] >= low for n, low in least.items()):
-                found = sizes
+    names = sorted(frozenset().union(*map(known_names, stage_graphs)))
+    defaults = {name: size for graph in reversed(graphs) for name, size in graph.defaults.items()}
+    initial = {n: defaults.get(n, _START.get(n, 1)) for n in names}
+    for stage, minimums in zip(stage_graphs, counts, strict=True):
+        names_of_stage = known_names(stage)
+        free = [n for n in names if n in names_of_stage and n not in defaults and n not in _START][:_MAX_FREE]
+        for tried in product(_CANDIDATES, repeat=len(free)):
+            sizes = initial | {n: max(initial[n], size) for n, size in zip(free, tried, strict=True)}
+            if _are_valid(stage, {n: sizes[n] for n in names_of_stage}) and all(
+                sizes[n] >= minimum for n, minimum in minimums.items()
+            ):
+                initial = sizes
                 break
-    return found
+    return initial
 
 
-def _allows(part: Graph, sizes: Mapping[str, int]) -> bool:
+def _are_valid(stage: Graph, sizes: Mapping[str, int]) -> bool:
     try:
-        bindings(part, sizes)
+        bindings(stage, sizes)
     except CostGraphError:
         return False
-    return all(test.holds(sizes) for test, _ in _of_stages(part))
+    return all(test.holds(sizes) for test, _ in _stage_conditions(stage))
 
 
-def _of_stages(part: Graph) -> list[tuple[Test, str]]:
+def _stage_conditions(stage: Graph) -> list[tuple[Test, str]]:
     """Return the conditions on the number of pipeline stages."""
-    if part.waiting is None:
+    if stage.waiting is None:
         return []
-    whole, alike = part.waiting.stages, part.waiting.alike
+    count, identical = stage.waiting.stages, stage.waiting.alike
     return [
-        (Test(whole, 2), f"a pipeline has {whole.brief()} stages, 2 or more"),
-        (Test(alike, 1), f"there are {alike.brief()} stages as this one, 1 or more"),
+        (Test(count, 2), f"a pipeline has {count.brief()} stages, 2 or more"),
+        (Test(identical, 1), f"there are {identical.brief()} stages like this one, 1 or more"),
     ]
 
 
 def _pipeline(
-    part: Graph, known: InFlightMicroBatches, places: Sequence[int], tables: Tables, devices: Sequence[Hardware]
+    stage: Graph, pipeline: InFlightMicroBatches, indices: Sequence[int], tables: Tables, devices: Sequence[Hardware]
 ) -> dict[str, Any]:
     """Return a stage's data for the pipeline time: its position, and the times of its sends."""
-    row, values = tables.row, bindings(part, {})
-    sends = [op for op in part.walk() if isinstance(op.kind, Send)]
+    row, values = tables.row, bindings(stage, {})
+    sends = [op for op in stage.walk() if isinstance(op.kind, Send)]
 
     def times(device: Hardware) -> list[int] | str:
         try:
-            return [row(exchange(op, part, values, device)[0]) for op in sends]
+            return [row(exchange(op, stage, values, device)[0]) for op in sends]
         except SpecError as error:
             return str(error)
 
     return {
-        "pipeline": list(places), "schedule": known.schedule, "stages": row(known.stages),
-        "micro_batches": row(known.micro_batches), "alike": row(known.alike),
-        "ranks": [[row(n) for n in run] for run in known.ranks], "sends": [times(d) for d in devices],
+        "pipeline": list(indices), "schedule": pipeline.schedule, "stages": row(pipeline.stages),
+        "micro_batches": row(pipeline.micro_batches), "alike": row(pipeline.alike),
+        "ranks": [[row(n) for n in run] for run in pipeline.ranks], "sends": [times(d) for d in devices],
     }  # fmt: skip
 
 
@@ -329,9 +333,9 @@ def _view_data(
         ]
         for r in peak_cases(graph, values)
     ]
-    found = works(graph)
+    op_work = works(graph)
     totals = {
-        "flops": flops(graph), "matmul": matmul_flops(graph), "bytes": total(w.bytes for w in found),
+        "flops": flops(graph), "matmul": matmul_flops(graph), "bytes": total(w.bytes for w in op_work),
         "fused": compulsory(graph), "params": param_count(graph), "param_bytes": param_bytes(graph),
     }  # fmt: skip
     return {
@@ -340,21 +344,21 @@ def _view_data(
         "sizes": sorted(known_names(graph)),
         "totals": {k: row(p if isinstance(p, Poly) else poly(p)) for k, p in totals.items()},
         "peak": cases,
-        "ops": [_op(w, graph, tables, keys, devices, exchanged) for w in found],
+        "ops": [_op(w, graph, tables, keys, devices, exchanged) for w in op_work],
         "memory": _memory(play(graph, copies_for(values), values), row),
-        "asked": [[row(a.amount), a.least, a.whole, a.equal, a.strict, text] for a, text in _asked(graph)],
+        "asked": [[row(a.amount), a.least, a.whole, a.equal, a.strict, text] for a, text in _conditions(graph)],
         "counts": holds_from(graph, values),
     }
 
 
-def _asked(graph: Graph) -> list[tuple[Test, str]]:
+def _conditions(graph: Graph) -> list[tuple[Test, str]]:
     """Return the conditions on sizes, with warning texts."""
     return [
         *((Test(r.difference, equal=r.equal, strict=r.strict), r.text) for r in graph.root.relations.relations),
         *((Test(c.formula, c.least, whole=c.whole),
            f"{c.place}, {c.formula.brief()}, is {'a whole number, ' if c.whole else ''}{c.least} or more")
           for c in conditions(graph)),
-        *((test, text) for test, text in _of_stages(graph) if test.amount.names()),
+        *((test, text) for test, text in _stage_conditions(graph) if test.amount.names()),
     ]  # fmt: skip
 
 
@@ -403,10 +407,10 @@ def _sent(work: Work, graph: Graph, device: Hardware, row: Callable[[Poly], int]
     try:
         rates = Rates(device)
         once, link = exchange(work.op, graph, values, device)
-        least = unit_times(DeviceQuestion(graph, rates, values, [work]))
+        bound = unit_times(DeviceQuestion(graph, rates, values, [work]))
     except SpecError as error:
         return str(error)
-    return [row(once * work.times), link, {unit: row(p) for unit, p in least.items() if unit != "memory"}]
+    return [row(once * work.times), link, {unit: row(p) for unit, p in bound.items() if unit != "memory"}]
 
 
 def _memory(program: Program, row: Callable[[Poly], int]) -> dict[str, Any]:
@@ -417,15 +421,15 @@ def _memory(program: Program, row: Callable[[Poly], int]) -> dict[str, Any]:
             for life in program.lives if life.bytes
         ],
         "steps": [
-            [at, *(_step_label(program, at) if at >= 0 else ("(start)", "forward")),
-             row(program.steps[at].workspace) if at >= 0 and program.steps[at].workspace else None]
-            for at, _ in live_bytes(program)
+            [step, *(_step_label(program, step) if step >= 0 else ("(start)", "forward")),
+             row(program.steps[step].workspace) if step >= 0 and program.steps[step].workspace else None]
+            for step, _ in live_bytes(program)
         ],
     }  # fmt: skip
 
 
-def _step_label(program: Program, at: int) -> tuple[str, str]:
-    return program.steps[at].where, program.steps[at].op.phase
+def _step_label(program: Program, step: int) -> tuple[str, str]:
+    return program.steps[step].where, program.steps[step].op.phase
 
 
 def _device(hardware: Hardware, keys: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -477,12 +481,12 @@ class Page:
         script = "".join(map(_asset, ("uplot.js", "engine.js", "page.js")))
         policy = f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'"
         # compressed, so that no text in a model can close its element
-        parts = {
+        contents = {
             "policy": policy, "title": html.escape(self.name), "style": style, "script": script,
             "data": base64.b64encode(zlib.compress(self.data.encode(), 9)).decode(), "licence": _asset("uplot-LICENSE"),
         }  # fmt: skip
-        head, *rest = _asset("page.html").split("{{")
-        return head + "".join(parts[name] + text for name, _, text in (piece.partition("}}") for piece in rest))
+        head, *pieces = _asset("page.html").split("{{")
+        return head + "".join(contents[name] + text for name, _, text in (piece.partition("}}") for piece in pieces))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the HTML file; raise FormatError if writing fails."""
@@ -553,7 +557,7 @@ def explore(graph: str | Graph, path: str | os.PathLike[str] | None = None, /, *
     if not isinstance(graph, Graph):
         raise FormatError(f"explore: got {shown(graph)}, expected a graph or the name of a preset")
     devices = [load_hardware(name) for name in list_hardware()]
-    data = collected(graph.name, views_of(graph, views), devices)
+    data = page_data(graph.name, views_of(graph, views), devices)
     page = Page(graph.name, json.dumps(data, separators=(",", ":"), allow_nan=False))
     if path is not None:
         page.save(path)

@@ -335,7 +335,7 @@ class Held(Table):
         }  # fmt: skip
         write_file(target_of(path, ".json"), json.dumps(whole, indent=1) + "\n")
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{len(self.records)} records of {self.name}"
 
     def _columns(self) -> Sequence[Column]:

@@ -39,14 +39,14 @@ __all__ = [
     "ConcreteSizes",
     "Leaf",
     "Leaves",
-    "numbers_for",
+    "random_values",
     "Indices",
     "Group",
     "Groups",
     "groups_of",
     "LoweringState",
     "LoweringContext",
-    "laid_out",
+    "has_strides",
     "strided",
     "LOWERINGS",
     "Lowering",
@@ -95,25 +95,25 @@ class ConcreteSizes:
 
     def __init__(self, graph: Graph, dims: Mapping[str, object]) -> None:
         self.values = bindings(graph, dims)
-        known = {name for name, p in self.values.items() if p.constant is not None}
-        missing = sorted(known_names(graph) - known)
+        bound_names = {name for name, p in self.values.items() if p.constant is not None}
+        missing = sorted(known_names(graph) - bound_names)
         if missing:
             raise BindingError(
                 f"lower of graph {graph.name!r}: {', '.join(missing)} not bound, expected a size for each"
             )
-        self._found: dict[Poly, int] = {}
+        self._cache: dict[Poly, int] = {}
 
     def __call__(self, p: Poly) -> int:
         """Return a formula's value."""
-        if p not in self._found:
-            self._found[p] = int(p.bind(self.values).constant)  # type: ignore[arg-type]  # all symbols are bound
-        return self._found[p]
+        if p not in self._cache:
+            self._cache[p] = int(p.bind(self.values).constant)  # type: ignore[arg-type]  # all symbols are bound
+        return self._cache[p]
 
     def of(self, sizes: Sequence[Poly]) -> tuple[int, ...]:
         """Return the formulas' values."""
         return tuple(map(self, sizes))
 
-    def fact(self, value: Any) -> Any:
+    def bind(self, value: Any) -> Any:
         """Return an op's field with formulas replaced by numbers."""
         return _plain(bound(value, self.values))
 
@@ -129,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 class Emitter:
-    """Appends calls to an fx graph, each tried on meta tensors for its shape, dtype, strides and errors.
+    """Appends calls to an fx graph, each run_on_meta on meta tensors for its shape, dtype, strides and errors.
 
     Constructors create tensors on `device`.
     """
@@ -148,7 +148,7 @@ class Emitter:
         """Return a node's meta tensor, or the meta tensors for nodes in a structure."""
         return fx.node.map_arg(node, self._shadows.__getitem__)
 
-    def tried(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_on_meta(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function on meta tensors only."""
         options = kwargs | ({"device": torch.device("meta")} if "device" in kwargs else {})
         with torch.no_grad():
@@ -156,9 +156,9 @@ class Emitter:
 
     def call(self, function: Callable[..., Any], *args: Any, like: Any = None, **kwargs: Any) -> Any:
         """Append a call; `like` is its meta result, computed by default."""
-        made = self.tried(function, *args, **kwargs) if like is None else like
+        result = self.run_on_meta(function, *args, **kwargs) if like is None else like
         node = self.graph.call_function(function, args, kwargs)
-        self._shadows[node] = made
+        self._shadows[node] = result
         return node
 
 
@@ -178,7 +178,7 @@ class Leaf:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    where: tuple[int, ...]
+    iterations: tuple[int, ...]
     """enclosing loop iterations"""
     limit: int | None
     """row count in the table that its integers index"""
@@ -206,7 +206,7 @@ class Leaves:
 
     def add(self, leaf: Leaf) -> str:
         """Register a tensor and return its qualified name."""
-        target = ".".join([self._names[leaf.tensor.name], *map(str, leaf.where)])
+        target = ".".join([self._names[leaf.tensor.name], *map(str, leaf.iterations)])
         self.found[target] = leaf
         return target
 
@@ -221,7 +221,7 @@ class Leaves:
                 if level not in home._modules:
                     home.add_module(level, nn.Module())
                 home = home.get_submodule(level)
-            values = numbers_for(leaf, device, generator)
+            values = random_values(leaf, device, generator)
             if leaf.tensor.role == "param" and (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
                 home.register_parameter(last, nn.Parameter(values, requires_grad=False))
             else:
@@ -242,28 +242,28 @@ def _dotted(name: str, leaves: set[str]) -> str:
 
 def _distinct(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Return a unique name for each name."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     used: set[str] = set()
-    for name, wanted in pairs:
-        while wanted in used:
-            wanted += "_"
-        used.add(wanted)
-        found[name] = wanted
-    return found
+    for name, candidate in pairs:
+        while candidate in used:
+            candidate += "_"
+        used.add(candidate)
+        names[name] = candidate
+    return names
 
 
-def numbers_for(leaf: Leaf, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+def random_values(leaf: Leaf, device: torch.device, generator: torch.Generator) -> torch.Tensor:
     """Return random values for a tensor.
 
     Integers are valid indices of their table, else 0 or 1. Inputs are normal with standard deviation 1, matrices and
     larger parameters normal with 0.02. Vectors and scalars, which scale or shift, are uniform from 0.5 to 1.5, as is
     optimizer state, since second moments are nonnegative. Gradients and caches are zeros.
     """
-    made = torch.empty_strided(leaf.sizes, leaf.strides, dtype=leaf.dtype, device=device)
-    return made if device.type == "meta" else made.copy_(_numbers(leaf, generator))
+    values = torch.empty_strided(leaf.sizes, leaf.strides, dtype=leaf.dtype, device=device)
+    return values if device.type == "meta" else values.copy_(_random_values(leaf, generator))
 
 
-def _numbers(leaf: Leaf, generator: torch.Generator) -> torch.Tensor:
+def _random_values(leaf: Leaf, generator: torch.Generator) -> torch.Tensor:
     sizes, role = leaf.sizes, leaf.tensor.role
     if role in ("gradient", "cache"):
         return torch.zeros(sizes)
@@ -281,7 +281,7 @@ def _numbers(leaf: Leaf, generator: torch.Generator) -> torch.Tensor:
 # Integer tensors are bounded by the tables that they index; bounds propagate from the sources.
 
 #: Kinds that forward their operands' values.
-_MOVES = (
+_FORWARDING = (
     Rearrange
     | Slice
     | Expand
@@ -333,11 +333,11 @@ class Indices:
 
     def valid(self, op: Op) -> bool:
         """Whether a lookup's indices lie within its table, given valid sources."""
-        return all(self._of(t).below <= rows for t, rows in self._rows(op))
+        return all(self._origin(t).below <= rows for t, rows in self._rows(op))
 
     def within(self, t: Tensor, rows: int) -> bool:
         """Whether integers lie below a number, given valid sources."""
-        return self._of(t).below <= rows
+        return self._origin(t).below <= rows
 
     def _rows(self, op: Op) -> list[tuple[Tensor, int]]:
         """Return the index tensors with their exclusive upper bounds."""
@@ -353,46 +353,46 @@ class Indices:
                 self._origins[t] = _Origin(frozenset([t]))
         for op in graph.ops:
             if isinstance(op.kind, Dispatch):
-                for source in self._of(op.operands[0]).sources:
-                    most = self._numbers(op.kind.experts)
-                    self._limits[source] = min(self._limits.get(source, most), most)
+                for source in self._origin(op.operands[0]).sources:
+                    experts = self._numbers(op.kind.experts)
+                    self._limits[source] = min(self._limits.get(source, experts), experts)
             if isinstance(op.kind, Indexed):
                 for t, rows in self._rows(op):
-                    self._limits |= {s: min(self._limits.get(s, rows), rows) for s in self._of(t).sources}
+                    self._limits |= {s: min(self._limits.get(s, rows), rows) for s in self._origin(t).sources}
             if op.body is not None:
-                self._through(op)
+                self._follow_body(op)
             else:
                 for i, t in enumerate(op.results):
-                    self._origins[t] = self._made(op, i)
+                    self._origins[t] = self._origin_of_result(op, i)
 
-    def _sent(self, op: Op, experts: Poly, i: int) -> _Origin:
+    def _dispatch_bound(self, op: Op, experts: Poly, i: int) -> _Origin:
         """Return the bound on a dispatch result: tokens, ends, rows, experts."""
         rows, tokens = op.results[0].sizes[0], numel(op.operands[0].sizes[:-1])
         return _Origin(below=self._numbers((tokens, rows + 1, rows, experts)[min(i, 3)]))
 
-    def _through(self, op: Op) -> None:
+    def _follow_body(self, op: Op) -> None:
         assert op.body is not None
-        handed_on = {} if op.loop is None else dict(zip(op.loop.carries, op.loop.nexts, strict=True))
+        next_of_carry = {} if op.loop is None else dict(zip(op.loop.carries, op.loop.nexts, strict=True))
         for outer, inner in zip(op.operands, op.body.formals, strict=True):
-            before = self._origins.get(handed_on[inner]) if inner in handed_on else None
-            self._origins[inner] = self._of(outer) if before is None else self._of(outer) | before
+            previous = self._origins.get(next_of_carry[inner]) if inner in next_of_carry else None
+            self._origins[inner] = self._origin(outer) if previous is None else self._origin(outer) | previous
         self._follow(op.body)
         for outer, inner in zip(op.results, op.body.outputs, strict=True):
-            self._origins[outer] = self._of(inner)
+            self._origins[outer] = self._origin(inner)
 
-    def _of(self, t: Tensor) -> _Origin:
+    def _origin(self, t: Tensor) -> _Origin:
         return self._origins.get(t, _Origin(below=inf))
 
-    def _made(self, op: Op, i: int) -> _Origin:
+    def _origin_of_result(self, op: Op, i: int) -> _Origin:
         below: float = inf
         match op.kind:
-            case kind if op.operands and _hands_on(kind):
-                found = _Origin()
-                for t in _moved(kind, op.operands):
-                    found |= self._of(t)
-                return found
+            case kind if op.operands and _forwards_values(kind):
+                origin = _Origin()
+                for t in _forwarded_operands(kind, op.operands):
+                    origin |= self._origin(t)
+                return origin
             case Dispatch() as kind:
-                return self._sent(op, kind.experts, i)
+                return self._dispatch_bound(op, kind.experts, i)
             case Merge() as kind:
                 rows = self._numbers(kind.rows)
                 below = (rows + 1, rows, rows, self._numbers(op.results[0].sizes[0]))[i]
@@ -400,21 +400,21 @@ class Indices:
                 below = self._numbers(kind.start + 1 if kind.back else kind.size + kind.start)
             case Reduce() as kind if kind.operation.startswith("arg"):
                 axes = zip(kind.pattern.operands[0], op.operands[0].sizes, strict=True)
-                kept = kind.pattern.result_names
-                below = self._numbers(next(n for a, n in axes if a.names and a.names[0] not in kept))
+                kept_axes = kind.pattern.result_names
+                below = self._numbers(next(n for a, n in axes if a.names and a.names[0] not in kept_axes))
             case TopK() | Sort():
                 below = self._numbers(op.operands[0].sizes[-1])
-            case Fill() as kind if (value := self._numbers.fact(kind.value)) >= 0:
+            case Fill() as kind if (value := self._numbers.bind(kind.value)) >= 0:
                 below = value + 1
         return _Origin(below=below)
 
 
-def _hands_on(kind: OpKind) -> bool:
+def _forwards_values(kind: OpKind) -> bool:
     """Whether an op forwards its operands' values."""
-    return isinstance(kind, _MOVES) or (isinstance(kind, Pointwise) and kind.function.name in ("copy", "cast"))
+    return isinstance(kind, _FORWARDING) or (isinstance(kind, Pointwise) and kind.function.name in ("copy", "cast"))
 
 
-def _moved(kind: OpKind, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+def _forwarded_operands(kind: OpKind, operands: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the operands whose values are forwarded."""
     if isinstance(kind, Gather):
         return operands[:1]
@@ -450,13 +450,15 @@ def groups_of(graph: Graph, mesh: object, numbers: ConcreteSizes) -> Groups:
     needed = dict(_degrees(graph, numbers))
     if mesh is None:
         if sharding is not None and needed:
-            raise GraphError(f"{place}: it is that of one rank of {sharding.mesh}, expected mesh=, torch's DeviceMesh")
+            raise GraphError(
+                f"{place}: the graph is partitioned over {sharding.mesh}, expected mesh= with torch's DeviceMesh"
+            )
         return {}
-    found = {axis: _group(place, axis, mesh) for axis in needed}
+    groups = {axis: _group(place, axis, mesh) for axis in needed}
     for axis, ranks in needed.items():
-        if ranks is not None and found[axis].ranks != ranks:
-            raise GraphError(f"{place}: mesh has {found[axis].ranks} ranks along {axis!r}, expected {ranks}")
-    return found
+        if ranks is not None and groups[axis].ranks != ranks:
+            raise GraphError(f"{place}: mesh has {groups[axis].ranks} ranks along {axis!r}, expected {ranks}")
+    return groups
 
 
 def _degrees(graph: Graph, numbers: ConcreteSizes) -> Iterator[tuple[str, int | None]]:
@@ -482,10 +484,14 @@ def domains(op: Op) -> Iterator[Domain]:
 
 def _group(place: str, axis: str, mesh: Any) -> Group:
     """Return an axis's group from a torch mesh or a mapping."""
-    known = mesh if isinstance(mesh, Mapping) else getattr(mesh, "mesh_dim_names", None) or ()
-    if axis not in known:
-        what = f"axes {list(known)}" if isinstance(mesh, Mapping) or known else f"{type(mesh).__name__}, no names"
-        raise GraphError(f"{place}: mesh has {what}, expected a DeviceMesh or process groups by name with {axis!r}")
+    axes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "mesh_dim_names", None) or ()
+    if axis not in axes:
+        description = (
+            f"axes {list(axes)}" if isinstance(mesh, Mapping) or axes else f"no axis names ({type(mesh).__name__})"
+        )
+        raise GraphError(
+            f"{place}: mesh has {description}, expected a DeviceMesh or process groups by name with {axis!r}"
+        )
     try:
         group: Any = mesh[axis] if isinstance(mesh, Mapping) else mesh.get_group(axis)
     except (RuntimeError, LookupError) as error:  # raised by torch for a mesh without this process
@@ -511,7 +517,7 @@ _CONVERTING: tuple[Callable[..., Any], ...] = (
 )  # fmt: skip
 
 
-def laid_out(x: torch.Tensor, strides: Sequence[int]) -> bool:
+def has_strides(x: torch.Tensor, strides: Sequence[int]) -> bool:
     """Whether a tensor has these strides, ignoring size-1 axes."""
     return all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
 
@@ -530,7 +536,7 @@ class LoweringState:
     """process groups by mesh axis; empty to simulate one rank among identical ranks"""
     functions: Mapping[str, Callable[..., Any]]
     """caller's functions for unknown elementwise and opaque ops, by name"""
-    inside: Callable[[Graph, Sequence[Any]], list[Any]]
+    lower_body: Callable[[Graph, Sequence[Any]], list[Any]]
     """lowers a fused body's ops, from input nodes to output nodes"""
 
 
@@ -542,9 +548,9 @@ class LoweringContext(Generic[K_co]):
     shared: LoweringState
     operands: list[Any]
     """operand nodes"""
-    places: Mapping[Tensor, Any] = field(default_factory=dict)
+    slices: Mapping[Tensor, Any] = field(default_factory=dict)
     """nodes of the stack slices that results are written to"""
-    made: dict[int, Any] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
     """result nodes by index"""
 
     @property
@@ -563,17 +569,17 @@ class LoweringContext(Generic[K_co]):
         return cast("K_co", self.op.kind)  # a lowering only gets ops with its kind
 
     @overload
-    def of(self, fact: Poly) -> Any: ...
+    def of(self, value: Poly) -> Any: ...
 
     @overload
-    def of(self, fact: tuple[Any, ...]) -> tuple[Any, ...]: ...
+    def of(self, value: tuple[Any, ...]) -> tuple[Any, ...]: ...
 
     @overload
-    def of(self, fact: Mapping[str, Any]) -> dict[str, Any]: ...
+    def of(self, value: Mapping[str, Any]) -> dict[str, Any]: ...
 
-    def of(self, fact: Any) -> Any:
+    def of(self, value: Any) -> Any:
         """Return an op's field with formulas replaced by numbers: `site.of(site.kind.size)`."""
-        return self.numbers.fact(fact)
+        return self.numbers.bind(value)
 
     def sizes(self, t: Tensor) -> tuple[int, ...]:
         """Return a graph tensor's shape."""
@@ -583,14 +589,14 @@ class LoweringContext(Generic[K_co]):
         """Return a graph tensor's torch dtype."""
         return torch_dtype(repr(self.op.name), t.dtype)
 
-    def seen(self, domain: Domain, queries: int, keys: int) -> tuple[bool, int | None, int]:
+    def mask_arguments(self, domain: Domain, queries: int, keys: int) -> tuple[bool, int | None, int]:
         """Return whether later keys are masked, the window, and the first query's position among the keys."""
-        place, parts = 0, 1
+        position, ranks_total = 0, 1
         for axis, n in domain.ranks:
             group, ranks = self.shared.groups.get(axis), self.numbers(n)
-            place, parts = place * ranks + (0 if group is None else group.rank), parts * ranks
+            position, ranks_total = position * ranks + (0 if group is None else group.rank), ranks_total * ranks
         window = None if domain.window is None else self.numbers(domain.window)
-        return domain.causal, window, keys - queries * (parts - place)
+        return domain.causal, window, keys - queries * (ranks_total - position)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Append a call and return its node."""
@@ -626,7 +632,7 @@ class LoweringContext(Generic[K_co]):
 
     def alias(self, node: Any, i: int = 0) -> None:
         """Set a result that shares an operand's storage."""
-        self.made[i] = node
+        self.results[i] = node
 
     def own(self, function: Callable[..., Any], *args: Any, i: int = 0, shape: Any = None, **kwargs: Any) -> None:
         """Set a result with its own storage, computed by a torch function in the graph's layout.
@@ -634,25 +640,27 @@ class LoweringContext(Generic[K_co]):
         The function gets `out=` if its default layout or dtype differs. `i` is the result's index; `shape` is the
         shape that the function returns, if it differs from the result's, with the same elements in order.
         """
-        made = self.emitter.tried(function, *args, **kwargs)
-        if self._fits(made, i):
-            self.made[i] = self.shaped(self.call(function, *args, **kwargs), self.sizes(self.op.results[i]))
+        meta = self.emitter.run_on_meta(function, *args, **kwargs)
+        if self._fits(meta, i):
+            self.results[i] = self.shaped(self.call(function, *args, **kwargs), self.sizes(self.op.results[i]))
             return
         target = self._target(i)
         out = target if shape is None else self.shaped(target, shape)
         written = self.into(out, function, *args, **kwargs)
         if written is None:
-            self.made[i] = self.call(torch.Tensor.copy_, target, self._whole(self.call(function, *args, **kwargs), i))
+            self.results[i] = self.call(
+                torch.Tensor.copy_, target, self._in_result_shape(self.call(function, *args, **kwargs), i)
+            )
         else:
-            self.made[i] = written if shape is None else self.shaped(written, self.sizes(self.op.results[i]))
+            self.results[i] = written if shape is None else self.shaped(written, self.sizes(self.op.results[i]))
 
     def into(self, target: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Let a function write to a node; return None, without appending a call, if it cannot."""
-        wanted = self.shadow(target)
+        expected = self.shadow(target)
         try:
-            made = self.emitter.tried(function, *args, **kwargs)
-            converts = made.dtype == wanted.dtype or function in _CONVERTING
-            if made.shape != wanted.shape or not converts:
+            meta = self.emitter.run_on_meta(function, *args, **kwargs)
+            converts = meta.dtype == expected.dtype or function in _CONVERTING
+            if meta.shape != expected.shape or not converts:
                 return None
             return self.call(function, *args, **kwargs, out=target)
         except (TypeError, RuntimeError):  # no `out=`, or no conversion to the target's dtype
@@ -661,31 +669,31 @@ class LoweringContext(Generic[K_co]):
     def settle(self, node: Any, i: int = 0, *, fresh: bool = True) -> None:
         """Set a result from a node, copied if it does not have the graph's layout."""
         if fresh and self._fits(self.shadow(node), i):
-            self.made[i] = self.shaped(node, self.sizes(self.op.results[i]))
+            self.results[i] = self.shaped(node, self.sizes(self.op.results[i]))
         else:
-            self.made[i] = self.call(torch.Tensor.copy_, self._target(i), self._whole(node, i))
+            self.results[i] = self.call(torch.Tensor.copy_, self._target(i), self._in_result_shape(node, i))
 
-    def _whole(self, node: Any, i: int) -> Any:
+    def _in_result_shape(self, node: Any, i: int) -> Any:
         return self.shaped(node, self.sizes(self.op.results[i]))
 
     def _target(self, i: int) -> Any:
         """Return the node to write a result to: a slice of a stack, or new memory in the graph's layout."""
         t = self.op.results[i]
-        if t in self.places:
-            return self.places[t]
+        if t in self.slices:
+            return self.slices[t]
         sizes, strides = self.sizes(t), self.numbers.of(t.strides)
         return self.call(torch.empty_strided, sizes, strides, dtype=self.dtype(t), device=self.emitter.device)
 
-    def _fits(self, made: torch.Tensor, i: int) -> bool:
+    def _fits(self, meta: torch.Tensor, i: int) -> bool:
         """Whether a call's result has the graph's dtype and layout."""
         t = self.op.results[i]
-        if t in self.places or made.dtype != self.dtype(t):
+        if t in self.slices or meta.dtype != self.dtype(t):
             return False
         sizes, strides = self.sizes(t), self.numbers.of(t.strides)
-        if tuple(made.shape) == sizes:
-            return laid_out(made, strides)
+        if tuple(meta.shape) == sizes:
+            return has_strides(meta, strides)
         dense = torch.empty(sizes, device="meta").stride()
-        return made.is_contiguous() and all(n <= 1 or a == b for n, a, b in zip(sizes, strides, dense, strict=True))
+        return meta.is_contiguous() and all(n <= 1 or a == b for n, a, b in zip(sizes, strides, dense, strict=True))
 
 
 # -- registry ----------------------------------------------------------------------------------------------------------

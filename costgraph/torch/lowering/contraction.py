@@ -15,12 +15,12 @@ from ...notation.pattern import Affine, Axes, Pattern
 from ...ops.einsum import Einsum
 from ...ops.pooling import Pool, PoolingBase, Unpool
 from .context import LoweringContext, lowering, strided
-from .elementwise import held, item, mask_of
+from .elementwise import item, mask_of, masked_operand
 
 __all__ = [
     "ConvWindows",
     "convolution",
-    "sliding",
+    "conv_windows",
     "linear",
 ]
 
@@ -52,12 +52,12 @@ def _role(dims: Sequence[Axes | Affine]) -> str:
     return "weight" if len(dims) > 1 and len(dims[0].names) == 2 and len(dims[1].names) == 1 else "output"
 
 
-def sliding(pattern: Pattern, extents: dict[str, int], sizes: Mapping[str, Sequence[int]]) -> ConvWindows | None:
+def conv_windows(pattern: Pattern, extents: dict[str, int], sizes: Mapping[str, Sequence[int]]) -> ConvWindows | None:
     """Return the parameters if input, weight and output form a torch convolution, else None."""
-    parts = {_role(d): d for d in (*pattern.operands, pattern.result)}
-    if set(parts) != {"input", "weight", "output"} or len(pattern.operands) != 2:
+    dims_by_role = {_role(d): d for d in (*pattern.operands, pattern.result)}
+    if set(dims_by_role) != {"input", "weight", "output"} or len(pattern.operands) != 2:
         return None
-    x, w, y = parts["input"], parts["weight"], parts["output"]
+    x, w, y = dims_by_role["input"], dims_by_role["weight"], dims_by_role["output"]
     indices = [d for d in x if isinstance(d, Affine)]
     batch, rank = len(x) - len(indices) - 1, len(indices)
     if batch < 0 or rank > 3 or len(y) != len(x) or len(w) != rank + 2 or any(len(d.terms) != 2 for d in indices):
@@ -73,12 +73,12 @@ def sliding(pattern: Pattern, extents: dict[str, int], sizes: Mapping[str, Seque
     )
     if not all(expected):
         return None
-    found = ConvWindows(batch, extents[str(group)], indices)
+    windows = ConvWindows(batch, extents[str(group)], indices)
     for d, n in zip(indices, sizes["input"][batch + 1 :], strict=True):
         (o, step), (k, gap) = d.terms
         if (n - 2 * d.offset - gap * (extents[k] - 1) - 1) // step + 1 != extents[o]:
             return None  # torch pads both sides equally
-    return found
+    return windows
 
 
 _FUNCTIONS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
@@ -92,43 +92,45 @@ def convolution(
     assert isinstance(op.kind, Einsum)
     pattern, extents = op.kind.pattern, site.of(op.kind.extents)
     dims, tensors = (*pattern.operands, pattern.result), (*op.operands, op.results[0])
-    if not any(isinstance(d, Affine) for part in dims for d in part):
+    if not any(isinstance(d, Affine) for tensor_dims in dims for d in tensor_dims):
         return False
     sizes = {_role(d): site.sizes(t) for d, t in zip(dims, tensors, strict=True)}
-    found = sliding(pattern, extents, sizes)
-    dtype, wanted = site.dtype(op.results[0]), _role(pattern.result)
-    if found is None or any(t.domain is not None for t in tensors) or (bias is not None and wanted != "output"):
+    windows = conv_windows(pattern, extents, sizes)
+    dtype, target = site.dtype(op.results[0]), _role(pattern.result)
+    if windows is None or any(t.domain is not None for t in tensors) or (bias is not None and target != "output"):
         return False
     if dtype.itemsize == 1 or not dtype.is_floating_point:
         return False
-    given = zip(pattern.operands, operands or site.operands, strict=True)
-    flat = {role: n if role == "weight" else (prod(n[: found.batch]), *n[found.batch :]) for role, n in sizes.items()}
-    nodes = {_role(d): site.shaped(site.cast(v, dtype), flat[_role(d)]) for d, v in given}
-    if wanted == "output":
+    dims_and_nodes = zip(pattern.operands, operands or site.operands, strict=True)
+    flat = {
+        role: n if role == "weight" else (prod(n[: windows.batch]), *n[windows.batch :]) for role, n in sizes.items()
+    }
+    nodes = {_role(d): site.shaped(site.cast(v, dtype), flat[_role(d)]) for d, v in dims_and_nodes}
+    if target == "output":
         shift = None if bias is None else site.cast(bias, dtype)
-        more = (shift, found.stride, found.padding, found.dilation, found.groups)
-        site.own(_FUNCTIONS[len(found.stride)], nodes["input"], nodes["weight"], *more, shape=flat["output"])
+        arguments = (shift, windows.stride, windows.padding, windows.dilation, windows.groups)
+        site.own(_FUNCTIONS[len(windows.stride)], nodes["input"], nodes["weight"], *arguments, shape=flat["output"])
         return True
-    like = torch.empty(flat[wanted], dtype=dtype, device="meta")
-    other = nodes["weight" if wanted == "input" else "input"]
-    site.settle(site.call(gradient, wanted, flat[wanted], nodes["output"], other, *found.arguments(), like=like))
+    like = torch.empty(flat[target], dtype=dtype, device="meta")
+    other = nodes["weight" if target == "input" else "input"]
+    site.settle(site.call(gradient, target, flat[target], nodes["output"], other, *windows.arguments(), like=like))
     return True
 
 
-def gradient(wanted: str, sizes: Sequence[int], grad: torch.Tensor, other: torch.Tensor, *more: Any) -> torch.Tensor:
+def gradient(role: str, sizes: Sequence[int], grad: torch.Tensor, other: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Return the gradient of a convolution's input or weight; only its shape is read."""
-    shape_alone = grad.new_empty(1).expand(list(sizes))
-    x, w = (shape_alone, other) if wanted == "input" else (other, shape_alone)
-    mask = [wanted == "input", wanted == "weight", False]
-    made: torch.Tensor = torch.ops.aten.convolution_backward(grad, x, w, None, *more, mask)[mask.index(True)]
-    return made.contiguous()
+    shape_only = grad.new_empty(1).expand(list(sizes))
+    x, w = (shape_only, other) if role == "input" else (other, shape_only)
+    mask = [role == "input", role == "weight", False]
+    grads: torch.Tensor = torch.ops.aten.convolution_backward(grad, x, w, None, *arguments, mask)[mask.index(True)]
+    return grads.contiguous()
 
 
 # -- pooling -----------------------------------------------------------------------------------------------------
 
 
-def _spans(site: LoweringContext[PoolingBase]) -> tuple[list[int], list[int], list[int], int]:
-    """Return window, stride and padding per sliding axis, and how many other axes there are."""
+def _window_parameters(site: LoweringContext[PoolingBase]) -> tuple[list[int], list[int], list[int], int]:
+    """Return window, stride and padding per conv_windows axis, and how many other axes there are."""
     extents, dims = site.of(site.kind.extents), site.kind.pattern.operands[0]
     indices = [d for d in dims if isinstance(d, Affine)]
     window = [extents[d.terms[1][0]] for d in indices]
@@ -143,13 +145,13 @@ def _flat(site: LoweringContext[OpKind], node: Any, other: int) -> Any:
 
 @lowering(Pool)
 def _pool(site: LoweringContext[Pool]) -> None:
-    window, stride, padding, other = _spans(site)
+    window, stride, padding, other = _window_parameters(site)
     x = _flat(site, site.operands[0], other)
     sizes = (site.shadow(x).shape[0], 1, *site.sizes(site.op.results[0])[other:])
     if site.kind.operation == "max":
-        made = site.call(max_pool, x, window, stride, padding, like=_pooled(site, sizes))
+        maxima = site.call(max_pool, x, window, stride, padding, like=_pooled(site, sizes))
         for i in range(len(site.op.results)):
-            site.settle(site.call(item, made, i), i)
+            site.settle(site.call(item, maxima, i), i)
     else:
         like = torch.empty(sizes, dtype=site.shadow(x).dtype, device="meta")
         site.settle(site.call(mean_pool, x, window, stride, padding, site.kind.inside, like=like))
@@ -163,24 +165,26 @@ def _pooled(site: LoweringContext[OpKind], sizes: Sequence[int]) -> tuple[torch.
 def max_pool(
     x: torch.Tensor, window: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return window maxima, and their flat indices along the sliding axes."""
+    """Return window maxima, and their flat indices along the conv_windows axes."""
     functions = torch.nn.functional
     rank = len(window)
     function = {1: functions.max_pool1d, 2: functions.max_pool2d, 3: functions.max_pool3d}[rank]
-    made: tuple[torch.Tensor, torch.Tensor] = function(
+    maxima: tuple[torch.Tensor, torch.Tensor] = function(
         _wide(x), list(window), list(stride), list(padding), return_indices=True
     )
-    return made[0].to(x.dtype), made[1]
+    return maxima[0].to(x.dtype), maxima[1]
 
 
 def mean_pool(
-    x: torch.Tensor, window: Sequence[int], stride: Sequence[int], padding: Sequence[int], inside: bool
+    x: torch.Tensor, window: Sequence[int], stride: Sequence[int], padding: Sequence[int], exclude_padding: bool
 ) -> torch.Tensor:
-    """Return window means, without padding if `inside`."""
+    """Return window means, without padding if `exclude_padding`."""
     functions = torch.nn.functional
     function = {1: functions.avg_pool1d, 2: functions.avg_pool2d, 3: functions.avg_pool3d}[len(window)]
-    made: torch.Tensor = function(_wide(x), list(window), list(stride), list(padding), count_include_pad=not inside)
-    return made.to(x.dtype)
+    means: torch.Tensor = function(
+        _wide(x), list(window), list(stride), list(padding), count_include_pad=not exclude_padding
+    )
+    return means.to(x.dtype)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -189,7 +193,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 @lowering(Unpool)
 def _unpool(site: LoweringContext[Unpool]) -> None:
-    window, stride, padding, other = _spans(site)
+    window, stride, padding, other = _window_parameters(site)
     x = _flat(site, site.operands[1], other)
     nodes = [_flat(site, v, other) for v in (site.operands[0], *site.operands[2:])]
     shadow = site.shadow(x)
@@ -202,9 +206,9 @@ def _unpool(site: LoweringContext[Unpool]) -> None:
 
 def max_unpool(grad: torch.Tensor, indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Add each window's gradient at its maximum."""
-    made = grad.new_zeros(x.shape)
-    made.flatten(2).scatter_add_(2, indices.flatten(2), grad.flatten(2))
-    return made
+    scattered = grad.new_zeros(x.shape)
+    scattered.flatten(2).scatter_add_(2, indices.flatten(2), grad.flatten(2))
+    return scattered
 
 
 def mean_unpool(
@@ -213,18 +217,18 @@ def mean_unpool(
     window: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
-    inside: bool,
+    exclude_padding: bool,
 ) -> torch.Tensor:
     """Distribute the gradient evenly over each window."""
     rank, aten = len(window), torch.ops.aten
-    more: tuple[Any, ...] = (list(window), list(stride), list(padding), False, not inside, None)
-    made: torch.Tensor
+    arguments: tuple[Any, ...] = (list(window), list(stride), list(padding), False, not exclude_padding, None)
+    result: torch.Tensor
     if rank == 1:  # torch has 2d and 3d only
-        more = ([1, *window], [1, *stride], [0, *padding], False, not inside, None)
-        made = aten.avg_pool2d_backward(grad.unsqueeze(2), x.unsqueeze(2), *more).squeeze(2)
+        arguments = ([1, *window], [1, *stride], [0, *padding], False, not exclude_padding, None)
+        result = aten.avg_pool2d_backward(grad.unsqueeze(2), x.unsqueeze(2), *arguments).squeeze(2)
     else:
-        made = {2: aten.avg_pool2d_backward, 3: aten.avg_pool3d_backward}[rank](grad, x, *more)
-    return made.contiguous()
+        result = {2: aten.avg_pool2d_backward, 3: aten.avg_pool3d_backward}[rank](grad, x, *arguments)
+    return result.contiguous()
 
 
 # -- contraction -------------------------------------------------------------------------------------------------------
@@ -246,11 +250,11 @@ def _einsum(site: LoweringContext[Einsum]) -> None:
         return
     pattern, extents = site.kind.pattern, site.of(site.kind.extents)
     inherited = any(t.domain is not None for t in site.op.operands)
-    operands = [labelled(site, held(site, i, 0.0), d, extents) for i, d in enumerate(pattern.operands)]
+    operands = [labelled(site, masked_operand(site, i, 0.0), d, extents) for i, d in enumerate(pattern.operands)]
     scattered = site.kind.sizes is not None
-    kept = pattern.result_names if not scattered else tuple(dict.fromkeys(pattern.result_names))
+    kept_axes = pattern.result_names if not scattered else tuple(dict.fromkeys(pattern.result_names))
     if not inherited:
-        operands = _masked(site, operands, kept, extents)
+        operands = _masked(site, operands, kept_axes, extents)
     dtype = site.dtype(site.op.results[0])
     if dtype.is_floating_point and dtype.itemsize == 1:
         dtype = torch.float32
@@ -258,15 +262,15 @@ def _einsum(site: LoweringContext[Einsum]) -> None:
         dtype = torch.uint8
     operands = [NamedAxesNode(site.cast(o.node, dtype), o.names) for o in operands]
     while len(operands) > 2:
-        operands = _paired(site, operands, kept, extents)
+        operands = _contract_cheapest_pair(site, operands, kept_axes, extents)
     if scattered:
-        there = tuple(n for n in kept if any(n in o.names for o in operands))
-        made = product(site, operands, there, extents)
-        axes = tuple((n, extents[n]) for n in kept)
+        present_axes = tuple(n for n in kept_axes if any(n in o.names for o in operands))
+        contracted = product(site, operands, present_axes, extents)
+        axes = tuple((n, extents[n]) for n in kept_axes)
         sizes = site.sizes(site.op.results[0])
-        site.own(folded, made.node, there, axes, _places(pattern.result, extents), sizes)
+        site.own(fold_windows, contracted.node, present_axes, axes, _index_expressions(pattern.result, extents), sizes)
     else:
-        product(site, operands, kept, extents, place=True)
+        product(site, operands, kept_axes, extents, into_result=True)
 
 
 def labelled(site: LoweringContext[OpKind], node: Any, dims: Dims, extents: Mapping[str, int]) -> NamedAxesNode:
@@ -302,31 +306,35 @@ def _factors(d: Axes | Affine, extents: Mapping[str, int]) -> list[tuple[str, in
     return [(n, prod(extents[m] for m in d.names[i + 1 :])) for i, n in enumerate(d.names)]
 
 
-def _places(dims: Dims, extents: Mapping[str, int]) -> tuple[Any, ...]:
+def _index_expressions(dims: Dims, extents: Mapping[str, int]) -> tuple[Any, ...]:
     """Return index expressions per dimension, as (axis, factor) pairs and an offset."""
     return tuple((tuple(_factors(d, extents)), d.offset if isinstance(d, Affine) else 0) for d in dims)
 
 
-def folded(
-    x: torch.Tensor, there: Sequence[str], axes: Sequence[tuple[str, int]], places: Sequence[Any], sizes: Sequence[int]
+def fold_windows(
+    x: torch.Tensor,
+    present_axes: Sequence[str],
+    axes: Sequence[tuple[str, int]],
+    index_expressions: Sequence[Any],
+    sizes: Sequence[int],
 ) -> torch.Tensor:
     """Add elements at positions given by index expressions, as for window gradients."""
     shape = [n for _, n in axes]
     grid = {
         name: torch.arange(n, device=x.device).reshape([-1 if m == name else 1 for m, _ in axes]) for name, n in axes
     }
-    inside = torch.ones(shape, dtype=torch.bool, device=x.device)
+    in_bounds = torch.ones(shape, dtype=torch.bool, device=x.device)
     flat = torch.zeros(shape, dtype=torch.int64, device=x.device)
-    for (factors, offset), size in zip(places, sizes, strict=True):
-        place = torch.full(shape, offset, device=x.device)
+    for (factors, offset), size in zip(index_expressions, sizes, strict=True):
+        position = torch.full(shape, offset, device=x.device)
         for name, factor in factors:
-            place += factor * grid[name]
-        inside &= (place >= 0) & (place < size)
-        flat = flat * size + place
-    whole = x.reshape([n if name in there else 1 for name, n in axes]).expand(shape)
-    flat, whole = torch.where(inside, flat, 0), torch.where(inside, whole, 0)
+            position += factor * grid[name]
+        in_bounds &= (position >= 0) & (position < size)
+        flat = flat * size + position
+    values = x.reshape([n if name in present_axes else 1 for name, n in axes]).expand(shape)
+    flat, values = torch.where(in_bounds, flat, 0), torch.where(in_bounds, values, 0)
     out = x.new_zeros(prod(sizes))
-    return out.index_add_(0, flat.flatten(), whole.flatten()).reshape(list(sizes))
+    return out.index_add_(0, flat.flatten(), values.flatten()).reshape(list(sizes))
 
 
 def mask_like(x: torch.Tensor, queries: int, keys: int, causal: bool, window: int | None, first: int) -> torch.Tensor:
@@ -335,42 +343,45 @@ def mask_like(x: torch.Tensor, queries: int, keys: int, causal: bool, window: in
 
 
 def _masked(
-    site: LoweringContext[Einsum], operands: list[NamedAxesNode], kept: Sequence[str], extents: Mapping[str, int]
+    site: LoweringContext[Einsum], operands: list[NamedAxesNode], kept_axes: Sequence[str], extents: Mapping[str, int]
 ) -> list[NamedAxesNode]:
     """Multiply by a domain's mask if one domain axis is summed."""
     if site.kind.domain is None:
         return operands
     domain, query, key = site.kind.domain
-    if query in kept and key in kept and site.kind.sizes is None:
+    if query in kept_axes and key in kept_axes and site.kind.sizes is None:
         return operands  # elements outside the domain are never read
     sizes = extents[query], extents[key]
-    node = site.call(mask_like, operands[0].node, *sizes, *site.seen(domain, *sizes))
+    node = site.call(mask_like, operands[0].node, *sizes, *site.mask_arguments(domain, *sizes))
     return [*operands, NamedAxesNode(node, (query, key))]
 
 
-def _paired(
-    site: LoweringContext[OpKind], operands: list[NamedAxesNode], kept: Sequence[str], extents: Mapping[str, int]
+def _contract_cheapest_pair(
+    site: LoweringContext[OpKind], operands: list[NamedAxesNode], kept_axes: Sequence[str], extents: Mapping[str, int]
 ) -> list[NamedAxesNode]:
     """Contract the two operands that minimize the total cost."""
 
-    def after(left: list[tuple[str, ...]], i: int, j: int) -> tuple[list[tuple[str, ...]], int]:
-        rest = [o for k, o in enumerate(left) if k not in (i, j)]
-        axes = dict.fromkeys((*left[i], *left[j]))
-        stay = tuple(n for n in axes if n in kept or any(n in o for o in rest))
+    def after(remaining: list[tuple[str, ...]], i: int, j: int) -> tuple[list[tuple[str, ...]], int]:
+        others = [o for k, o in enumerate(remaining) if k not in (i, j)]
+        axes = dict.fromkeys((*remaining[i], *remaining[j]))
+        stay = tuple(n for n in axes if n in kept_axes or any(n in o for o in others))
         points = prod(extents[n] for n in axes)
-        return [*rest, stay], points * (2 if len(stay) < len(axes) else 1)
+        return [*others, stay], points * (2 if len(stay) < len(axes) else 1)
 
-    def least(left: list[tuple[str, ...]]) -> int:
+    def least_cost(remaining: list[tuple[str, ...]]) -> int:
         return min(
-            (cost + least(rest) for rest, cost in (after(left, i, j) for i, j in combinations(range(len(left)), 2))),
+            (
+                cost + least_cost(others)
+                for others, cost in (after(remaining, i, j) for i, j in combinations(range(len(remaining)), 2))
+            ),
             default=0,
         )
 
     names = [o.names for o in operands]
     costs = {(i, j): after(names, i, j) for i, j in combinations(range(len(names)), 2)}
-    i, j = min(costs, key=lambda pair: costs[pair][1] + least(costs[pair][0]))
-    rest = [o for k, o in enumerate(operands) if k not in (i, j)]
-    return [*rest, product(site, [operands[i], operands[j]], costs[i, j][0][-1], extents)]
+    i, j = min(costs, key=lambda pair: costs[pair][1] + least_cost(costs[pair][0]))
+    unpaired = [o for k, o in enumerate(operands) if k not in (i, j)]
+    return [*unpaired, product(site, [operands[i], operands[j]], costs[i, j][0][-1], extents)]
 
 
 def linear(site: LoweringContext[OpKind], einsum: Op, operands: Sequence[Any], bias: Any) -> bool:
@@ -378,21 +389,25 @@ def linear(site: LoweringContext[OpKind], einsum: Op, operands: Sequence[Any], b
     assert isinstance(einsum.kind, Einsum)
     pattern, extents = einsum.kind.pattern, site.of(einsum.kind.extents)
     dims = (*pattern.operands, pattern.result)
-    if len(operands) != 2 or einsum.kind.sizes is not None or any(isinstance(d, Affine) for part in dims for d in part):
+    if (
+        len(operands) != 2
+        or einsum.kind.sizes is not None
+        or any(isinstance(d, Affine) for tensor_dims in dims for d in tensor_dims)
+    ):
         return False
-    kept, dtype = pattern.result_names, site.dtype(site.op.results[0])
+    kept_axes, dtype = pattern.result_names, site.dtype(site.op.results[0])
     left, right = (labelled(site, v, d, extents) for v, d in zip(operands, pattern.operands, strict=True))
-    rows = [n for n in kept if n in left.names]
-    columns = [n for n in kept if n in right.names]
+    rows = [n for n in kept_axes if n in left.names]
+    columns = [n for n in kept_axes if n in right.names]
     summed = [n for n in left.names if n in right.names]
-    every = {n for part in dims for d in part for n in d.names}
+    all_axes = {n for tensor_dims in dims for d in tensor_dims for n in d.names}
     shape = tuple(extents[n] for n in columns)
-    fits = kept == (*rows, *columns) and columns and {*rows, *columns, *summed} == every
+    fits = kept_axes == (*rows, *columns) and columns and {*rows, *columns, *summed} == all_axes
     if not fits or tuple(site.shadow(bias).shape) != shape or dtype.itemsize == 1 or not dtype.is_floating_point:
         return False
     left, right = (NamedAxesNode(site.cast(o.node, dtype), o.names) for o in (left, right))
     row = site.cast(site.shaped(bias, (prod(shape),)), dtype)
-    _matmul(site, left, right, kept, extents, place=True, bias=row)
+    _matmul(site, left, right, kept_axes, extents, into_result=True, bias=row)
     return True
 
 
@@ -402,41 +417,41 @@ def linear(site: LoweringContext[OpKind], einsum: Op, operands: Sequence[Any], b
 def product(
     site: LoweringContext[OpKind],
     operands: list[NamedAxesNode],
-    kept: Sequence[str],
+    kept_axes: Sequence[str],
     extents: Mapping[str, int],
     *,
-    place: bool = False,
+    into_result: bool = False,
 ) -> NamedAxesNode:
-    """Contract one or two operands; with `place`, into the op's result."""
-    operands = [_summed(site, o, kept, [p.names for p in operands if p is not o]) for o in operands]
+    """Contract one or two operands; with `into_result`, into the op's result."""
+    operands = [_summed(site, o, kept_axes, [p.names for p in operands if p is not o]) for o in operands]
     names = [set(o.names) for o in operands]
-    if len(operands) == 2 and (names[0] & names[1]) - set(kept):
-        return _matmul(site, operands[0], operands[1], tuple(kept), extents, place=place)
-    views = [_aligned(site, o, kept) for o in operands]
+    if len(operands) == 2 and (names[0] & names[1]) - set(kept_axes):
+        return _matmul(site, operands[0], operands[1], tuple(kept_axes), extents, into_result=into_result)
+    views = [_aligned(site, o, kept_axes) for o in operands]
     function = torch.mul if len(views) == 2 else torch.clone
-    if place:
-        site.own(function, *views, shape=tuple(extents[n] for n in kept))
-        return NamedAxesNode(site.made[0], tuple(kept))
-    return NamedAxesNode(site.call(function, *views), tuple(kept))
+    if into_result:
+        site.own(function, *views, shape=tuple(extents[n] for n in kept_axes))
+        return NamedAxesNode(site.results[0], tuple(kept_axes))
+    return NamedAxesNode(site.call(function, *views), tuple(kept_axes))
 
 
 def _summed(
-    site: LoweringContext[OpKind], o: NamedAxesNode, kept: Sequence[str], others: Sequence[Sequence[str]]
+    site: LoweringContext[OpKind], o: NamedAxesNode, kept_axes: Sequence[str], others: Sequence[Sequence[str]]
 ) -> NamedAxesNode:
     """Sum over axes that neither the result nor another operand has."""
-    gone = [i for i, n in enumerate(o.names) if n not in kept and not any(n in names for names in others)]
-    if not gone:
+    summed = [i for i, n in enumerate(o.names) if n not in kept_axes and not any(n in names for names in others)]
+    if not summed:
         return o
-    left = tuple(n for i, n in enumerate(o.names) if i not in gone)
-    return NamedAxesNode(site.call(torch.sum, o.node, gone, dtype=site.shadow(o.node).dtype), left)
+    remaining = tuple(n for i, n in enumerate(o.names) if i not in summed)
+    return NamedAxesNode(site.call(torch.sum, o.node, summed, dtype=site.shadow(o.node).dtype), remaining)
 
 
-def _aligned(site: LoweringContext[OpKind], o: NamedAxesNode, kept: Sequence[str]) -> Any:
+def _aligned(site: LoweringContext[OpKind], o: NamedAxesNode, kept_axes: Sequence[str]) -> Any:
     """Permute axes into the result's order, with size 1 for missing ones."""
-    there = [n for n in kept if n in o.names]
-    node = site.permuted(o.node, [o.names.index(n) for n in there])
-    for i, n in enumerate(kept):
-        if n not in there:
+    present_axes = [n for n in kept_axes if n in o.names]
+    node = site.permuted(o.node, [o.names.index(n) for n in present_axes])
+    for i, n in enumerate(kept_axes):
+        if n not in present_axes:
             node = site.call(torch.unsqueeze, node, i)
     return node
 
@@ -445,19 +460,19 @@ def _matmul(
     site: LoweringContext[OpKind],
     a: NamedAxesNode,
     b: NamedAxesNode,
-    kept: tuple[str, ...],
+    kept_axes: tuple[str, ...],
     extents: Mapping[str, int],
     *,
-    place: bool,
+    into_result: bool,
     bias: Any = None,
 ) -> NamedAxesNode:
     """Contract by a batched matmul, in the result's axis order if possible."""
-    batch = [n for n in kept if n in a.names and n in b.names]
-    rows = [n for n in kept if n in a.names and n not in b.names]
-    columns = [n for n in kept if n in b.names and n not in a.names]
-    if kept == (*batch, *columns, *rows) and rows:
+    batch = [n for n in kept_axes if n in a.names and n in b.names]
+    rows = [n for n in kept_axes if n in a.names and n not in b.names]
+    columns = [n for n in kept_axes if n in b.names and n not in a.names]
+    if kept_axes == (*batch, *columns, *rows) and rows:
         a, b, rows, columns = b, a, columns, rows
-    summed = _order_of_sum(site, a, b, (batch, rows, columns), extents)
+    summed = _summed_axis_order(site, a, b, (batch, rows, columns), extents)
     left = _matrix(site, a, (batch, rows, summed), extents)
     right = _matrix(site, b, (batch, summed, columns), extents)
     names = (*batch, *rows, *columns)
@@ -465,16 +480,16 @@ def _matmul(
     shape = (*site.shadow(left).shape[:-1], site.shadow(right).shape[-1])
     if bias is not None:
         site.own(torch.addmm, bias, left, right, shape=shape)
-        return NamedAxesNode(site.made[0], kept)
-    if place and names == kept:
+        return NamedAxesNode(site.results[0], kept_axes)
+    if into_result and names == kept_axes:
         site.own(function, left, right, shape=shape)
-        return NamedAxesNode(site.made[0], kept)
+        return NamedAxesNode(site.results[0], kept_axes)
     node = site.shaped(site.call(function, left, right), tuple(extents[n] for n in names))
-    node = site.permuted(node, [names.index(n) for n in kept])
-    if place:
+    node = site.permuted(node, [names.index(n) for n in kept_axes])
+    if into_result:
         site.settle(node, fresh=False)
-        node = site.made[0]
-    return NamedAxesNode(node, kept)
+        node = site.results[0]
+    return NamedAxesNode(node, kept_axes)
 
 
 def _groups(groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> tuple[int, ...]:
@@ -503,15 +518,15 @@ def _is_matrix(
     return True
 
 
-def _order_of_sum(
+def _summed_axis_order(
     site: LoweringContext[OpKind],
     a: NamedAxesNode,
     b: NamedAxesNode,
-    parts: tuple[list[str], list[str], list[str]],
+    axis_groups: tuple[list[str], list[str], list[str]],
     extents: Mapping[str, int],
 ) -> list[str]:
     """Order the summed axes as in one of the operands, so that fewer operands are copied."""
-    batch, rows, columns = parts
+    batch, rows, columns = axis_groups
     shared = [n for n in a.names if n in b.names and n not in batch]
     orders = [
         sorted(shared, key=lambda n, o=o: -site.shadow(o.node).stride(o.names.index(n)))  # type: ignore[misc]

@@ -21,12 +21,12 @@ __all__ = [
     "KERNELS",
     "SWAPPED",
     "WITH_NUMBER",
-    "hidden",
+    "fill_masked",
     "item",
     "leaf",
     "mask_of",
-    "chosen",
-    "held",
+    "function_for",
+    "masked_operand",
 ]
 
 
@@ -35,26 +35,26 @@ __all__ = [
 _aten = torch.ops.aten
 
 
-def item(made: Any, i: int) -> Any:
+def item(results: Any, i: int) -> Any:
     """Return one result of a call."""
-    return made[i]
+    return results[i]
 
 
-def leaf(made: Any, i: int) -> Any:
+def leaf(results: Any, i: int) -> Any:
     """Return one result of a call, with nested lists flattened."""
-    return torch.utils._pytree.tree_leaves(made)[i]
+    return torch.utils._pytree.tree_leaves(results)[i]
 
 
 Number = float | int
 Operand = Any  # a tensor or a number
 
 
-def over(x: Tensor, number: Number) -> Tensor:
+def rdiv(x: Tensor, number: Number) -> Tensor:
     """Return number / x."""
     return torch.reciprocal(x).mul_(number)
 
 
-def both(x: Tensor, number: Number) -> Tensor:
+def logical_and_number(x: Tensor, number: Number) -> Tensor:
     """Return the logical and of x and a number."""
     return torch.logical_and(x, torch.full((), bool(number), device=x.device))
 
@@ -62,57 +62,63 @@ def both(x: Tensor, number: Number) -> Tensor:
 def where(condition: Operand, a: Operand, b: Operand) -> Tensor:
     """Select elements; a numeric condition is true where it is nonzero."""
     if not isinstance(condition, Tensor):
-        condition = torch.full((), bool(condition), device=(a if _is(a) else b).device)
+        condition = torch.full((), bool(condition), device=(a if _is_tensor(a) else b).device)
     return torch.where(condition if condition.dtype == torch.bool else condition != 0, a, b)
 
 
-def _is(x: object) -> bool:
+def _is_tensor(x: object) -> bool:
     return isinstance(x, Tensor)
 
 
 def masked_fill(x: Tensor, mask: Operand) -> Tensor:
     """Return x with 0 where the mask is true."""
-    if _is(mask) and mask.dtype == torch.bool and x.shape == mask.shape:
+    if _is_tensor(mask) and mask.dtype == torch.bool and x.shape == mask.shape:
         return x.clone().masked_fill_(mask, 0)
     return where(mask, 0.0 if x.is_floating_point() else 0, x).to(x.dtype)
 
 
 def fma(a: Operand, b: Operand, c: Operand) -> Tensor:
     """Return a * b + c."""
-    if all(map(_is, (a, b, c))) and a.dtype == b.dtype == c.dtype:
+    if all(map(_is_tensor, (a, b, c))) and a.dtype == b.dtype == c.dtype:
         return torch.addcmul(c, a, b)
-    made: Tensor = a * b + c
-    return made
+    result: Tensor = a * b + c
+    return result
 
 
 def lerp(a: Operand, b: Operand, t: Operand) -> Tensor:
     """Return a + t * (b - a)."""
-    if _is(a) and _is(b) and a.dtype == b.dtype and a.is_floating_point() and not (_is(t) and t.dtype != a.dtype):
+    if (
+        _is_tensor(a)
+        and _is_tensor(b)
+        and a.dtype == b.dtype
+        and a.is_floating_point()
+        and not (_is_tensor(t) and t.dtype != a.dtype)
+    ):
         return torch.lerp(a, b, t)
-    made: Tensor = a + t * (b - a)
-    return made
+    result: Tensor = a + t * (b - a)
+    return result
 
 
 def lerp_(a: Tensor, b: Operand, t: Operand) -> Tensor:
     """Compute a + t * (b - a) in place."""
-    same = _is(b) and a.dtype == b.dtype and not (_is(t) and t.dtype != a.dtype)
-    return a.lerp_(b, t) if same else a.copy_(lerp(a, b, t))
+    supported = _is_tensor(b) and a.dtype == b.dtype and not (_is_tensor(t) and t.dtype != a.dtype)
+    return a.lerp_(b, t) if supported else a.copy_(lerp(a, b, t))
 
 
 def masked_scale(x: Tensor, mask: Tensor, scale: Operand) -> Tensor:
     """Return x * mask * scale."""
-    kept = torch.where(mask, x, 0.0) if _is(mask) and mask.dtype == torch.bool else x * mask
-    return kept.mul_(scale) if not _is(scale) else kept * scale
+    masked = torch.where(mask, x, 0.0) if _is_tensor(mask) and mask.dtype == torch.bool else x * mask
+    return masked.mul_(scale) if not _is_tensor(scale) else masked * scale
 
 
 def add_scaled(a: Operand, b: Tensor, t: Operand) -> Tensor:
     """Return a + t * b."""
-    return a + t * b if _is(t) or not _is(a) else torch.add(a, b, alpha=t)
+    return a + t * b if _is_tensor(t) or not _is_tensor(a) else torch.add(a, b, alpha=t)
 
 
 def add_scaled_(a: Tensor, b: Tensor, t: Operand) -> Tensor:
     """Compute a + t * b in place."""
-    return torch.addcmul(a, b, t, out=a) if _is(t) else a.add_(b, alpha=t)
+    return torch.addcmul(a, b, t, out=a) if _is_tensor(t) else a.add_(b, alpha=t)
 
 
 def add_product_(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -192,14 +198,14 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 def threshold_backward(g: Tensor, y: Tensor) -> Tensor:
     """Return g where y > 0, else 0."""
-    made: Tensor = _aten.threshold_backward(g, y, 0)
-    return made
+    grads: Tensor = _aten.threshold_backward(g, y, 0)
+    return grads
 
 
 def relu6_backward(g: Tensor, x: Tensor) -> Tensor:
     """Return g where 0 < x < 6, else 0."""
-    made: Tensor = _aten.hardtanh_backward(g, x, 0, 6)
-    return made
+    grads: Tensor = _aten.hardtanh_backward(g, x, 0, 6)
+    return grads
 
 
 def relu2_backward(g: Tensor, x: Tensor) -> Tensor:
@@ -209,20 +215,20 @@ def relu2_backward(g: Tensor, x: Tensor) -> Tensor:
 
 def leaky_relu_backward(g: Tensor, x: Tensor) -> Tensor:
     """Return g where x > 0, else 0.01 * g."""
-    made: Tensor = _aten.leaky_relu_backward(g, x, 0.01, False)
-    return made
+    grads: Tensor = _aten.leaky_relu_backward(g, x, 0.01, False)
+    return grads
 
 
 def gelu_backward(g: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of GELU with erf."""
-    made: Tensor = _aten.gelu_backward(g, x)
-    return made
+    grads: Tensor = _aten.gelu_backward(g, x)
+    return grads
 
 
 def gelu_tanh_backward(g: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of GELU with tanh."""
-    made: Tensor = _aten.gelu_backward(g, x, approximate="tanh")
-    return made
+    grads: Tensor = _aten.gelu_backward(g, x, approximate="tanh")
+    return grads
 
 
 def quick_gelu_backward(g: Tensor, x: Tensor) -> Tensor:
@@ -233,14 +239,14 @@ def quick_gelu_backward(g: Tensor, x: Tensor) -> Tensor:
 
 def softplus_backward(g: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of softplus."""
-    made: Tensor = _aten.softplus_backward(g, x, 1, 20)
-    return made
+    grads: Tensor = _aten.softplus_backward(g, x, 1, 20)
+    return grads
 
 
 def elu_backward(g: Tensor, x: Tensor) -> Tensor:
     """Return g where x > 0, else g * exp(x)."""
-    made: Tensor = _aten.elu_backward(g, 1, 1, 1, False, x)
-    return made
+    grads: Tensor = _aten.elu_backward(g, 1, 1, 1, False, x)
+    return grads
 
 
 def softcap_backward(g: Tensor, y: Tensor) -> Tensor:
@@ -276,14 +282,14 @@ KERNELS: dict[str, Callable[..., Any]] = {
 #: Functions of a tensor and a number, if torch's function on tensors takes no number.
 WITH_NUMBER: dict[str, Callable[..., Any]] = {
     "maximum": torch.clamp_min, "minimum": torch.clamp_max,
-    "logical_and": both,
+    "logical_and": logical_and_number,
 }  # fmt: skip
 
 #: Functions of a number and a tensor, called with the tensor first.
 SWAPPED: dict[str, Callable[..., Any]] = {
-    "add": torch.add, "mul": torch.mul, "eq": torch.eq, "ne": torch.ne, "sub": torch.rsub, "div": over,
+    "add": torch.add, "mul": torch.mul, "eq": torch.eq, "ne": torch.ne, "sub": torch.rsub, "div": rdiv,
     "less": torch.gt, "less_equal": torch.ge, "maximum": torch.clamp_min, "minimum": torch.clamp_max,
-    "logical_and": both,
+    "logical_and": logical_and_number,
 }  # fmt: skip
 
 #: Functions that broadcast and take numbers and integers; torch's gradient kernels do not.
@@ -303,34 +309,34 @@ IN_PLACE: dict[str, Callable[..., Any]] = {
 
 def mask_of(queries: int, keys: int, causal: bool, window: int | None, first: int, device: torch.device) -> Tensor:
     """Return the boolean mask of attended keys per query, with the first query at position `first`."""
-    own = torch.arange(first, first + queries, device=device)[:, None]
+    query = torch.arange(first, first + queries, device=device)[:, None]
     key = torch.arange(keys, device=device)[None, :]
-    seen = key <= own if causal else torch.ones(queries, keys, dtype=torch.bool, device=device)
+    attended = key <= query if causal else torch.ones(queries, keys, dtype=torch.bool, device=device)
     if window is not None:
-        seen &= key > own - window
+        attended &= key > query - window
         if not causal:
-            seen &= key < own + window
-    return seen
+            attended &= key < query + window
+    return attended
 
 
-def hidden(x: Tensor, query: int, key: int, causal: bool, window: int | None, first: int, fill: Number) -> Tensor:
+def fill_masked(x: Tensor, query: int, key: int, causal: bool, window: int | None, first: int, fill: Number) -> Tensor:
     """Return x with `fill` at the pairs of query and key positions that are masked."""
-    seen = mask_of(x.shape[query], x.shape[key], causal, window, first, x.device)
+    attended = mask_of(x.shape[query], x.shape[key], causal, window, first, x.device)
     shape = [n if i in (query, key) else 1 for i, n in enumerate(x.shape)]
-    return torch.where((seen if query < key else seen.T).reshape(shape), x, fill)
+    return torch.where((attended if query < key else attended.T).reshape(shape), x, fill)
 
 
 # -- elementwise ops ---------------------------------------------------------------------------------------------------
 
 
-def held(site: LoweringContext[OpKind], i: int, fill: float) -> Any:
+def masked_operand(site: LoweringContext[OpKind], i: int, fill: float) -> Any:
     """Return an operand with `fill` outside its domain."""
     t, x = site.op.operands[i], site.operands[i]
     if t.domain is None:
         return x
     domain, query, key = t.domain
     sizes = site.sizes(t)
-    return site.call(hidden, x, query, key, *site.seen(domain, sizes[query], sizes[key]), fill)
+    return site.call(fill_masked, x, query, key, *site.mask_arguments(domain, sizes[query], sizes[key]), fill)
 
 
 @lowering(Pointwise)
@@ -341,23 +347,23 @@ def _pointwise(site: LoweringContext[Pointwise]) -> None:
         return
     operands = iter(site.operands)
     template = site.of(site.kind.scalars) or (None,) * len(site.operands)
-    number = float if site.kind.numbers == "float" else _as_it_is  # a float even if D/H is an integer
-    given = [next(operands) if s is None else number(s) for s in template]
+    number = float if site.kind.numbers == "float" else _unchanged  # a float even if D/H is an integer
+    arguments = [next(operands) if s is None else number(s) for s in template]
     if name in site.shared.functions:
-        _place(site, name, site.shared.functions[name], given)
+        _set_result(site, name, site.shared.functions[name], arguments)
     elif name == "cast":
-        _cast(site, given[0])
+        _cast(site, arguments[0])
     elif name not in KERNELS:
         raise UnsupportedError(
             f"lower {site.op.name!r}: torch has no function {name!r} ({record.formula or 'no formula'}), expected one "
             f"in functions="
         )
     else:
-        function, given = chosen(name, _taken(site, name, given))
-        _place(site, name, function, given)
+        function, arguments = function_for(name, _supported_arguments(site, name, arguments))
+        _set_result(site, name, function, arguments)
 
 
-def _as_it_is(number: Any) -> Any:
+def _unchanged(number: Any) -> Any:
     return number
 
 
@@ -369,62 +375,64 @@ def _cast(site: LoweringContext[Pointwise], x: Any) -> None:
 
 
 def _masked(site: LoweringContext[Pointwise], fill: float) -> None:
-    x, old = site.operands[0], site.op.operands[0]
+    x, operand = site.operands[0], site.op.operands[0]
     # a gradient is zero outside the domain of its operand
-    domain = old.domain[0] if site.kind.masked is None and old.domain is not None and not fill else site.kind.masked
+    domain = (
+        operand.domain[0] if site.kind.masked is None and operand.domain is not None and not fill else site.kind.masked
+    )
     if domain is None:
-        function, given = KERNELS["copy"], [x]
+        function, arguments = KERNELS["copy"], [x]
     else:
-        query, key = old.domain[1:] if old.domain is not None else (old.ndim - 2, old.ndim - 1)
-        sizes = site.sizes(old)
-        function, given = hidden, [x, query, key, *site.seen(domain, sizes[query], sizes[key]), fill]
-    _place(site, "causal_mask", function, given)
+        query, key = operand.domain[1:] if operand.domain is not None else (operand.ndim - 2, operand.ndim - 1)
+        sizes = site.sizes(operand)
+        function, arguments = fill_masked, [x, query, key, *site.mask_arguments(domain, sizes[query], sizes[key]), fill]
+    _set_result(site, "causal_mask", function, arguments)
 
 
-def _place(site: LoweringContext[OpKind], name: str, function: Callable[..., Any], given: list[Any]) -> None:
+def _set_result(site: LoweringContext[OpKind], name: str, function: Callable[..., Any], arguments: list[Any]) -> None:
     if not site.kind.overwrites():
-        site.own(function, *given)
+        site.own(function, *arguments)
         return
     target = site.operands[0]
-    if name in IN_PLACE and given[0] is target:
-        site.alias(site.call(IN_PLACE[name], *given))
+    if name in IN_PLACE and arguments[0] is target:
+        site.alias(site.call(IN_PLACE[name], *arguments))
         return
-    written = site.into(target, function, *given)
+    written = site.into(target, function, *arguments)
     if written is None:
-        written = site.call(torch.Tensor.copy_, target, site.call(function, *given))
+        written = site.call(torch.Tensor.copy_, target, site.call(function, *arguments))
     site.alias(written)
 
 
-def chosen(name: str, given: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
+def function_for(name: str, arguments: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
     """Return torch's function for these tensors and numbers, and its arguments in order."""
-    numbers = [isinstance(v, int | float | complex) for v in given]
+    numbers = [isinstance(v, int | float | complex) for v in arguments]
     if numbers == [True, False] and name in SWAPPED:
-        return SWAPPED[name], given[::-1]
+        return SWAPPED[name], arguments[::-1]
     if numbers == [False, True] and name in WITH_NUMBER:
-        return WITH_NUMBER[name], given
-    return KERNELS[name], given
+        return WITH_NUMBER[name], arguments
+    return KERNELS[name], arguments
 
 
-def _taken(site: LoweringContext[OpKind], name: str, given: list[Any]) -> list[Any]:
+def _supported_arguments(site: LoweringContext[OpKind], name: str, arguments: list[Any]) -> list[Any]:
     """Return operands in a dtype that torch's kernel supports, expanded if it does not broadcast."""
     result = site.dtype(site.op.results[0])
-    shadows = [None if isinstance(v, int | float | complex) else site.shadow(v) for v in given]
+    shadows = [None if isinstance(v, int | float | complex) else site.shadow(v) for v in arguments]
     formats = [s.dtype for s in shadows if s is not None]
     wide = _format_for(name, formats, result)
     if wide is not None:
         first = 1 if name == "where" else 0
-        given = [
+        arguments = [
             v if s is None or i < first else site.cast(v, wide)
-            for i, (v, s) in enumerate(zip(given, shadows, strict=True))
+            for i, (v, s) in enumerate(zip(arguments, shadows, strict=True))
         ]
-    if name in FLEXIBLE or len(given) == 1:
-        return given
+    if name in FLEXIBLE or len(arguments) == 1:
+        return arguments
     dtype = wide or torch.result_type(*[torch.empty((), dtype=f, device="meta") for f in (formats * 2)[:2]])
     sizes = site.sizes(site.op.results[0])
-    return [_full(site, v, sizes, dtype) for v in given] if name.endswith("_backward") else given
+    return [_broadcast(site, v, sizes, dtype) for v in arguments] if name.endswith("_backward") else arguments
 
 
-def _full(site: LoweringContext[OpKind], v: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> Any:
+def _broadcast(site: LoweringContext[OpKind], v: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> Any:
     if isinstance(v, int | float | complex):
         v = site.call(torch.full, (), v, dtype=dtype, device=site.emitter.device)
     v = site.cast(v, dtype)
@@ -448,17 +456,17 @@ def _format_for(name: str, formats: list[torch.dtype], result: torch.dtype) -> t
 # -- random numbers ----------------------------------------------------------------------------------------------
 
 
-def dropped(x: torch.Tensor, p: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout_with_mask(x: torch.Tensor, p: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Zero elements at random and scale the others; also return the mask of kept elements."""
     if x.is_cuda and dtype == torch.bool:
         return torch.native_dropout(x, p, True)
     mask = torch.empty_like(x, dtype=dtype).bernoulli_(1 - p)
-    made = torch.mul(x, 1 / (1 - p))
+    scaled = torch.mul(x, 1 / (1 - p))
     if dtype != torch.bool:
-        return made.mul_(mask), mask
+        return scaled.mul_(mask), mask
     # in place, where torch's own function would create a float mask
-    made.masked_fill_(mask.logical_not_(), 0)
-    return made, mask.logical_not_()
+    scaled.masked_fill_(mask.logical_not_(), 0)
+    return scaled, mask.logical_not_()
 
 
 @lowering(Dropout)
@@ -468,9 +476,9 @@ def _dropout(site: LoweringContext[Dropout]) -> None:
     shadow = site.shadow(x)
     if shadow.dtype.itemsize == 1:
         x = site.cast(x, torch.float32)
-    both = site.call(dropped, x, p, mask)
+    scaled_and_mask = site.call(dropout_with_mask, x, p, mask)
     for i in range(2):
-        site.settle(site.call(item, both, i), i)
+        site.settle(site.call(item, scaled_and_mask, i), i)
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------
@@ -479,49 +487,49 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin, "any": torch.any, "all": torch.all,
 }  # fmt: skip
 #: Functions along one axis.
-_LAST: dict[str, Callable[..., Any]] = {"prod": torch.prod, "argmax": torch.argmax, "argmin": torch.argmin}
+_SINGLE_AXIS: dict[str, Callable[..., Any]] = {"prod": torch.prod, "argmax": torch.argmax, "argmin": torch.argmin}
 #: Value of elements outside a domain.
-_NOTHING = {"sum": 0.0, "mean": 0.0, "max": -inf, "min": inf, "prod": 1.0, "any": 0.0, "all": 1.0}
+_NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -inf, "min": inf, "prod": 1.0, "any": 0.0, "all": 1.0}
 
 
 @lowering(Reduce)
 def _reduce(site: LoweringContext[Reduce]) -> None:
     pattern, operation = site.kind.pattern, site.kind.operation
     names = [a.names[0] if a.names else None for a in pattern.operands[0]]
-    kept = [a.names[0] for a in pattern.result if a.names]
-    gone = [i for i, n in enumerate(names) if n is None or n not in kept]
+    kept_names = [a.names[0] for a in pattern.result if a.names]
+    reduced = [i for i, n in enumerate(names) if n is None or n not in kept_names]
     sizes = site.sizes(site.op.operands[0])
-    x = held(site, 0, _NOTHING.get(operation, 0.0))
+    x = masked_operand(site, 0, _NEUTRAL.get(operation, 0.0))
     if site.shadow(x).dtype.itemsize == 1 and site.shadow(x).dtype.is_floating_point:
         x = site.cast(x, torch.float32)
     # kept axes first, in the order of the result, so that torch's result is contiguous
-    order = [names.index(n) for n in kept] + gone
-    if order != sorted(order) or operation in _LAST:
+    order = [names.index(n) for n in kept_names] + reduced
+    if order != sorted(order) or operation in _SINGLE_AXIS:
         x = site.permuted(x, order)
-        gone = list(range(len(kept), len(names)))
-    shape = tuple(sizes[i] for i in order[: len(kept)])
-    if operation in _LAST:
-        flat = site.shaped(x, (*shape, prod(sizes[i] for i in order[len(kept) :])))
-        site.own(_LAST[operation], flat, -1, shape=shape)
+        reduced = list(range(len(kept_names), len(names)))
+    shape = tuple(sizes[i] for i in order[: len(kept_names)])
+    if operation in _SINGLE_AXIS:
+        flat = site.shaped(x, (*shape, prod(sizes[i] for i in order[len(kept_names) :])))
+        site.own(_SINGLE_AXIS[operation], flat, -1, shape=shape)
     elif operation == "mean" and site.op.operands[0].domain is not None:
         domain, *axes = site.op.operands[0].domain
         site.own(
-            mean_of_held,
+            masked_mean,
             x,
-            gone,
+            reduced,
             *(order.index(i) if order != sorted(order) else i for i in axes),
-            *site.seen(domain, *(sizes[i] for i in axes)),
+            *site.mask_arguments(domain, *(sizes[i] for i in axes)),
             shape=shape,
         )
-    elif gone:
-        site.own(_FUNCTIONS[operation], x, gone, shape=shape)
+    elif reduced:
+        site.own(_FUNCTIONS[operation], x, reduced, shape=shape)
     else:
         site.own(torch.clone, x, shape=shape)
 
 
-def mean_of_held(
+def masked_mean(
     x: torch.Tensor, axes: list[int], query: int, key: int, causal: bool, window: int | None, first: int
 ) -> torch.Tensor:
     """Return the mean over a domain of a tensor that is 0 outside it."""
-    count = hidden(torch.ones_like(x), query, key, causal, window, first, 0.0).sum(axes)
+    count = fill_masked(torch.ones_like(x), query, key, causal, window, first, 0.0).sum(axes)
     return torch.sum(x, axes).div_(count.clamp_(min=1))

@@ -24,7 +24,7 @@ __all__ = [
 
 # -- replay ------------------------------------------------------------------------------------------------------------
 
-_OF_A_CPU = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+_CPU_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 #: Ops that a loaded graph must not call: they read other files.
 _REFUSED = ("from_file",)
@@ -37,17 +37,17 @@ def replay(site: LoweringContext[OpKind], call: Call) -> None:
     function = _overload(site, call.target)
     if function is torch.ops.aten.lift_fresh.default:  # the trace holds the numbers themselves
         function, keywords["device"] = torch.tensor, site.emitter.device
-    made = site.call(function, *arguments, **keywords)
-    single = isinstance(site.shadow(made), torch.Tensor)
+    outputs = site.call(function, *arguments, **keywords)
+    single = isinstance(site.shadow(outputs), torch.Tensor)
     stored = [t.storage for t in site.op.operands]
-    for i, (place, t) in enumerate(zip(call.places, site.op.results, strict=True)):
-        of = stored.index(t.storage) if t.storage in stored else None
-        if place < 0:  # an operand written in place
-            assert of is not None
-            site.alias(site.operands[of], i)
+    for i, (output_index, t) in enumerate(zip(call.places, site.op.results, strict=True)):
+        operand_index = stored.index(t.storage) if t.storage in stored else None
+        if output_index < 0:  # an operand written in place
+            assert operand_index is not None
+            site.alias(site.operands[operand_index], i)
             continue
-        node = made if single else site.call(leaf, made, place)
-        if of is None:
+        node = outputs if single else site.call(leaf, outputs, output_index)
+        if operand_index is None:
             site.settle(_stored(site, node, i), i)
         else:
             site.alias(node, i)
@@ -57,10 +57,10 @@ def runs_on(call: Call, device: torch.device) -> bool:
     """Whether a call is available on a device: traces for CUDA may call kernels that a CPU lacks."""
     if not call.rule or device.type != "cpu":
         return True
-    found = torch._C._dispatch_has_kernel_for_dispatch_key
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     *_, name, overload = call.target.split(".")
     full = f"aten::{name}" + ("" if overload == "default" else f".{overload}")
-    return any(found(full, key) for key in _OF_A_CPU)
+    return any(has_kernel(full, key) for key in _CPU_KEYS)
 
 
 def _stored(site: LoweringContext[OpKind], node: Any, i: int) -> Any:
@@ -73,10 +73,12 @@ def _overload(site: LoweringContext[OpKind], target: str) -> Callable[..., Any]:
     """Return a torch op by name, with its namespace unless it is aten."""
     *space, name, overload = target.split(".")
     packet = getattr(getattr(torch.ops, space[0] if space else "aten"), name, None)
-    found: Callable[..., Any] | None = getattr(packet, overload or "default", None)
-    if found is None or len(space) > 1 or name in _REFUSED:
-        raise UnsupportedError(f"lower {site.op.name!r}: op {target!r} of torch, expected one that it has")
-    return found
+    function: Callable[..., Any] | None = getattr(packet, overload or "default", None)
+    if function is None or len(space) > 1 or name in _REFUSED:
+        raise UnsupportedError(
+            f"lower {site.op.name!r}: unknown torch op {target!r}, expected an op that torch has and that reads no file"
+        )
+    return function
 
 
 def _argument(site: LoweringContext[OpKind], value: Any) -> Any:
@@ -86,7 +88,7 @@ def _argument(site: LoweringContext[OpKind], value: Any) -> Any:
     if isinstance(value, DType):
         return torch_dtype(repr(site.op.name), value)
     if not isinstance(value, Mapping):
-        return site.numbers.fact(value)
+        return site.numbers.bind(value)
     if "operand" in value:
         return site.operands[value["operand"]]
     if "empty" in value:
@@ -100,7 +102,9 @@ def _named(site: LoweringContext[OpKind], text: str) -> Any:
     if text == "device":
         return site.emitter.device
     if text == "data":
-        raise UnsupportedError(f"lower {site.op.name!r}: a number that the run read off a tensor, expected a number")
+        raise UnsupportedError(
+            f"lower {site.op.name!r}: an argument was read from a tensor during tracing, expected a constant number"
+        )
     if text.isidentifier():
         return getattr(torch, text)
     return complex(*map(float, text.split()))
@@ -117,7 +121,7 @@ def _function(site: LoweringContext[Opaque]) -> Callable[..., Any]:
         if name in site.shared.functions:
             return site.shared.functions[name]
     raise UnsupportedError(
-        f"lower {site.op.name!r}: nothing says what an opaque op computes, expected a function of torch in "
+        f"lower {site.op.name!r}: an opaque op has no implementation, expected a torch function in "
         f"functions={{{names[-1]!r}: ...}}"
     )
 
@@ -126,12 +130,12 @@ def _checked(function: Callable[..., Any], name: str, outputs: Sequence[tuple[An
     """Wrap a caller's function to check its results and make them contiguous."""
 
     def opaque(*operands: torch.Tensor) -> list[torch.Tensor]:
-        made = function(*operands)
-        found = made if isinstance(made, tuple | list) else (made,)
-        shapes = [(tuple(y.shape), y.dtype) if isinstance(y, torch.Tensor) else type(y).__name__ for y in found]
+        returned = function(*operands)
+        results = returned if isinstance(returned, tuple | list) else (returned,)
+        shapes = [(tuple(y.shape), y.dtype) if isinstance(y, torch.Tensor) else type(y).__name__ for y in results]
         if shapes != list(outputs):
             raise UnsupportedError(f"function of opaque op {name!r} returned {shapes}, expected {list(outputs)}")
-        return [y.contiguous() for y in found]
+        return [y.contiguous() for y in results]
 
     return opaque
 
@@ -140,6 +144,6 @@ def _checked(function: Callable[..., Any], name: str, outputs: Sequence[tuple[An
 def _opaque(site: LoweringContext[Opaque]) -> None:
     outputs = tuple((site.sizes(t), site.dtype(t)) for t in site.op.results)
     like = [torch.empty(sizes, dtype=dtype, device="meta") for sizes, dtype in outputs]
-    made = site.call(_checked(_function(site), site.op.name, outputs), *site.operands, like=like)
+    results = site.call(_checked(_function(site), site.op.name, outputs), *site.operands, like=like)
     for i in range(len(outputs)):
-        site.settle(site.call(item, made, i), i)
+        site.settle(site.call(item, results, i), i)

@@ -19,64 +19,64 @@ from .elementwise import item
 # -- gather and scatter ------------------------------------------------------------------------------------------------
 
 
-def _ids(site: LoweringContext[Gather | Scatter], rows: int, place: int = 0) -> Any:
+def _ids(site: LoweringContext[Gather | Scatter], rows: int, axis: int = 0) -> Any:
     """Return the indices, modulo the row count if they may be out of range.
 
     For a sharded table they are relative to the rank's first row; other ranks' rows are out of range.
     """
-    ids, group = site.operands[1 + place], site.shared.groups.get(site.kind.part)
+    ids, group = site.operands[1 + axis], site.shared.groups.get(site.kind.part)
     if not site.shared.indices.valid(site.op):
         ids = site.call(torch.remainder, ids, rows * (1 if group is None else group.ranks))
     return ids if group is None else site.call(torch.sub, ids, rows * group.rank)
 
 
-def _inside(ids: torch.Tensor, rows: int, shape: Sequence[int]) -> torch.Tensor:
+def _local_mask(ids: torch.Tensor, rows: int, shape: Sequence[int]) -> torch.Tensor:
     """Return a mask for elements whose indices belong to this rank's rows."""
-    inside = (ids >= 0) & (ids < rows)
-    return inside.reshape(*ids.shape, *(1,) * (len(shape) - ids.ndim))
+    local = (ids >= 0) & (ids < rows)
+    return local.reshape(*ids.shape, *(1,) * (len(shape) - ids.ndim))
 
 
-def zero_others(found: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
+def zero_remote_rows(looked_up: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
     """Zero the rows looked up on other ranks."""
-    return found.masked_fill_(~_inside(ids, rows, found.shape), 0)
+    return looked_up.masked_fill_(~_local_mask(ids, rows, looked_up.shape), 0)
 
 
-def scatter_own(
-    target: torch.Tensor, ids: torch.Tensor, updates: torch.Tensor, batch: int, mode: str, passed: int | None = None
+def scatter_local(
+    target: torch.Tensor, ids: torch.Tensor, updates: torch.Tensor, batch: int, mode: str, skipped: int | None = None
 ) -> torch.Tensor:
     """Write updates to this rank's rows in place, except for the row `passed`."""
     rows, ids = target.shape[batch], ids.long()
-    inside = _inside(ids, rows, ids.shape)
-    inside = inside if passed is None else inside & (ids != passed)
+    local = _local_mask(ids, rows, ids.shape)
+    local = local if skipped is None else local & (ids != skipped)
     if mode == "max":
-        least = -torch.inf if target.is_floating_point() else torch.iinfo(target.dtype).min
-        updates = updates.masked_fill(~_inside(ids, rows, updates.shape), least)
-        behind = target.shape[batch + 1 :]
-        places = ids.clamp(0, rows - 1).reshape(*ids.shape[:batch], -1, *(1,) * len(behind))
-        shape = (*places.shape[: batch + 1], *behind)
-        return target.scatter_reduce_(batch, places.expand(shape), updates.reshape(shape), "amax")
-    at = inside.nonzero(as_tuple=True)
-    return target.index_put_((*at[:batch], ids[at]), updates[at], mode == "add")
+        lowest = -torch.inf if target.is_floating_point() else torch.iinfo(target.dtype).min
+        updates = updates.masked_fill(~_local_mask(ids, rows, updates.shape), lowest)
+        row_shape = target.shape[batch + 1 :]
+        positions = ids.clamp(0, rows - 1).reshape(*ids.shape[:batch], -1, *(1,) * len(row_shape))
+        shape = (*positions.shape[: batch + 1], *row_shape)
+        return target.scatter_reduce_(batch, positions.expand(shape), updates.reshape(shape), "amax")
+    coordinates = local.nonzero(as_tuple=True)
+    return target.index_put_((*coordinates[:batch], ids[coordinates]), updates[coordinates], mode == "add")
 
 
-def add_others(
-    target: torch.Tensor, batch: int, places: torch.Tensor, updates: torch.Tensor, passed: int
+def add_except(
+    target: torch.Tensor, batch: int, positions: torch.Tensor, updates: torch.Tensor, skipped: int
 ) -> torch.Tensor:
     """Add rows in place, except for the row `passed`."""
-    row = target.select(batch, passed)
-    before = row.clone()
-    (target.scatter_add_ if batch else target.index_add_)(batch, places, updates)
-    row.copy_(before)
+    row = target.select(batch, skipped)
+    original = row.clone()
+    (target.scatter_add_ if batch else target.index_add_)(batch, positions, updates)
+    row.copy_(original)
     return target
 
 
-def _each(site: LoweringContext[Gather | Scatter], sizes: tuple[int, ...]) -> list[Any]:
+def _indices_per_axis(site: LoweringContext[Gather | Scatter], sizes: tuple[int, ...]) -> list[Any]:
     """Return the indices per indexed axis."""
     count = len(site.kind.places(site.op.operands))
     return [site.cast(_ids(site, sizes[k], k), torch.int64) for k in range(count)]
 
 
-def along(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def gather_last(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Gather elements along the last axis."""
     return torch.gather(table, -1, ids.long())
 
@@ -85,14 +85,14 @@ def along(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def _gather(site: LoweringContext[Gather]) -> None:
     sizes, batch = site.sizes(site.op.operands[0]), site.kind.batch
     if len(site.operands) > 2:
-        site.own(torch.ops.aten.index, site.operands[0], _each(site, sizes))
+        site.own(torch.ops.aten.index, site.operands[0], _indices_per_axis(site, sizes))
         return
     ids, rows = _ids(site, sizes[batch]), sizes[batch]
     if site.kind.part not in site.shared.groups:
         _look_up(site, ids)
         return
     _look_up(site, site.call(torch.clamp, ids, 0, rows - 1))
-    site.alias(site.call(zero_others, site.made[0], ids, rows))
+    site.alias(site.call(zero_remote_rows, site.results[0], ids, rows))
 
 
 def _look_up(site: LoweringContext[Gather], ids: Any) -> None:
@@ -102,7 +102,7 @@ def _look_up(site: LoweringContext[Gather], ids: Any) -> None:
         if site.shadow(ids).dtype == torch.int64:
             site.own(torch.gather, table, -1, ids)
         else:
-            site.own(along, table, ids)
+            site.own(gather_last, table, ids)
         return
     if not batch and len(sizes) == 2 and site.shadow(ids).dtype in (torch.int32, torch.int64):
         site.own(torch.embedding, table, ids)
@@ -121,8 +121,8 @@ def _flat(
     """Return the indices with a single axis after the batch axes, broadcastable over rows, and their number."""
     batch = site.kind.batch
     count = prod(site.sizes(site.op.operands[1])[batch:])
-    rest = () if by_row else (1,) * (len(sizes) - batch - 1)
-    return site.shaped(ids, (*sizes[:batch], count, *rest)), count
+    trailing = () if by_row else (1,) * (len(sizes) - batch - 1)
+    return site.shaped(ids, (*sizes[:batch], count, *trailing)), count
 
 
 #: Torch functions for table rows, and along any axis.
@@ -140,27 +140,27 @@ def _scatter(site: LoweringContext[Scatter]) -> None:
     sizes, batch, mode = site.sizes(site.op.operands[0]), site.kind.batch, site.kind.mode
     if not site.kind.overwrites():
         site.own(torch.clone, target)
-        target = site.made[0]
+        target = site.results[0]
     if len(site.operands) > 3:
-        site.alias(site.call(torch.ops.aten.index_put_, target, _each(site, sizes), updates, mode == "add"))
+        site.alias(site.call(torch.ops.aten.index_put_, target, _indices_per_axis(site, sizes), updates, mode == "add"))
         return
     if site.kind.part in site.shared.groups:
         like = site.shadow(target)
         group = site.shared.groups[site.kind.part]
-        passed = None if site.kind.passed is None else site.kind.passed - sizes[batch] * group.rank
-        site.alias(site.call(scatter_own, target, _ids(site, sizes[batch]), updates, batch, mode, passed, like=like))
+        skipped = None if site.kind.passed is None else site.kind.passed - sizes[batch] * group.rank
+        site.alias(site.call(scatter_local, target, _ids(site, sizes[batch]), updates, batch, mode, skipped, like=like))
         return
     by_row = not batch and mode in _ROWS
-    places, count = _flat(site, site.cast(_ids(site, sizes[batch]), torch.int64), sizes, by_row=by_row)
+    positions, count = _flat(site, site.cast(_ids(site, sizes[batch]), torch.int64), sizes, by_row=by_row)
     shape = (*sizes[:batch], count, *sizes[batch + 1 :])
     if not by_row:
-        places = site.call(torch.Tensor.expand, places, shape)
+        positions = site.call(torch.Tensor.expand, positions, shape)
     if site.kind.passed is not None:
-        given = target, batch, places, site.shaped(updates, shape), site.kind.passed
-        site.alias(site.call(add_others, *given, like=site.shadow(target)))
+        arguments = target, batch, positions, site.shaped(updates, shape), site.kind.passed
+        site.alias(site.call(add_except, *arguments, like=site.shadow(target)))
         return
-    function, how = (_ROWS if by_row else _ALONG)[mode], ("amax",) if mode == "max" else ()
-    site.alias(site.call(function, target, batch, places, site.shaped(updates, shape), *how))
+    function, reduction = (_ROWS if by_row else _ALONG)[mode], ("amax",) if mode == "max" else ()
+    site.alias(site.call(function, target, batch, positions, site.shaped(updates, shape), *reduction))
 
 
 # -- routing -----------------------------------------------------------------------------------------------------------
@@ -168,42 +168,44 @@ def _scatter(site: LoweringContext[Scatter]) -> None:
 
 @lowering(TopK)
 def _top_k(site: LoweringContext[TopK]) -> None:
-    made = site.call(torch.topk, site.operands[0], site.of(site.kind.k), -1, not site.kind.smallest)
+    results = site.call(torch.topk, site.operands[0], site.of(site.kind.k), -1, not site.kind.smallest)
     for i in (0, 1):
-        site.settle(site.call(item, made, i), i)
+        site.settle(site.call(item, results, i), i)
 
 
 @lowering(Sort)
 def _sort(site: LoweringContext[Sort]) -> None:
-    made = site.call(torch.sort, site.operands[0], -1, site.kind.descending)
+    results = site.call(torch.sort, site.operands[0], -1, site.kind.descending)
     for i in (0, 1):
-        site.settle(site.call(item, made, i), i)
+        site.settle(site.call(item, results, i), i)
 
 
-def dispatched(ids: torch.Tensor, experts: int, room: int | None, owners: bool) -> list[torch.Tensor]:
+def dispatched(ids: torch.Tensor, experts: int, capacity: int | None, owners: bool) -> list[torch.Tensor]:
     """Order choices by expert; return tokens, ends, positions, owners and the mask of dropped choices."""
     flat = ids.reshape(-1).long()
     order = torch.argsort(flat, stable=True)
     owner = flat[order]
     ends = torch.cumsum(torch.bincount(flat, minlength=experts), 0)
-    if room is None:
-        rows, tokens, kept = torch.arange(len(flat), device=ids.device), order // ids.shape[-1], None
+    if capacity is None:
+        rows, tokens, within_capacity = torch.arange(len(flat), device=ids.device), order // ids.shape[-1], None
     else:
-        nth = torch.arange(len(flat), device=ids.device) - (ends - torch.bincount(flat, minlength=experts))[owner]
-        kept = nth < room
-        rows = torch.where(kept, owner * room + nth, 0)
-        tokens = torch.zeros(experts * room, dtype=torch.long, device=ids.device)
-        tokens[rows[kept]] = order[kept] // ids.shape[-1]
-        owner = torch.arange(experts, device=ids.device).repeat_interleave(room)
-        ends = torch.arange(1, experts + 1, device=ids.device) * room
-    places = torch.empty_like(order)
-    places[order] = rows
-    made = [tokens, ends.int(), places.reshape(ids.shape), *([owner] if owners else [])]
-    if kept is not None:
-        dropped = torch.empty_like(kept)
-        dropped[order] = ~kept
-        made.append(dropped.reshape(ids.shape))
-    return made
+        rank_in_expert = (
+            torch.arange(len(flat), device=ids.device) - (ends - torch.bincount(flat, minlength=experts))[owner]
+        )
+        within_capacity = rank_in_expert < capacity
+        rows = torch.where(within_capacity, owner * capacity + rank_in_expert, 0)
+        tokens = torch.zeros(experts * capacity, dtype=torch.long, device=ids.device)
+        tokens[rows[within_capacity]] = order[within_capacity] // ids.shape[-1]
+        owner = torch.arange(experts, device=ids.device).repeat_interleave(capacity)
+        ends = torch.arange(1, experts + 1, device=ids.device) * capacity
+    positions = torch.empty_like(order)
+    positions[order] = rows
+    results = [tokens, ends.int(), positions.reshape(ids.shape), *([owner] if owners else [])]
+    if within_capacity is not None:
+        dropped = torch.empty_like(within_capacity)
+        dropped[order] = ~within_capacity
+        results.append(dropped.reshape(ids.shape))
+    return results
 
 
 @lowering(Dispatch)
@@ -215,9 +217,9 @@ def _dispatch(site: LoweringContext[Dispatch]) -> None:
     sizes = [site.sizes(t) for t in site.op.results]
     room = None if site.kind.capacity is None else sizes[0][0] // experts
     like = [torch.empty(n, dtype=site.dtype(t), device="meta") for n, t in zip(sizes, site.op.results, strict=True)]
-    made = site.call(dispatched, ids, experts, room, site.kind.owners, like=like)
+    results = site.call(dispatched, ids, experts, room, site.kind.owners, like=like)
     for i in range(len(sizes)):
-        site.settle(site.call(item, made, i), i)
+        site.settle(site.call(item, results, i), i)
 
 
 def merged(ends: torch.Tensor, ranks: int, rows: int, owners: bool, rank: int) -> list[torch.Tensor]:
@@ -228,19 +230,19 @@ def merged(ends: torch.Tensor, ranks: int, rows: int, owners: bool, rank: int) -
     if len(owner) != rows:
         raise GraphError(f"{len(owner)} rows from {ranks} ranks, expected {rows}: the routing is not balanced")
     order = torch.argsort(owner, stable=True)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(rows, device=ends.device)
-    return [torch.cumsum(counts.sum(0), 0).to(ends.dtype), order, places, *([owner[order]] if owners else [])]
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(rows, device=ends.device)
+    return [torch.cumsum(counts.sum(0), 0).to(ends.dtype), order, positions, *([owner[order]] if owners else [])]
 
 
 @lowering(Merge)
 def _merge(site: LoweringContext[Merge]) -> None:
     kind, like = site.kind, [torch.empty(site.sizes(t), dtype=site.dtype(t), device="meta") for t in site.op.results]
     group = site.shared.groups.get(kind.axis)
-    facts = (site.of(kind.ranks), site.of(kind.rows), kind.owners, 0 if group is None else group.rank)
-    made = site.call(merged, site.operands[0], *facts, like=like)
+    arguments = (site.of(kind.ranks), site.of(kind.rows), kind.owners, 0 if group is None else group.rank)
+    results = site.call(merged, site.operands[0], *arguments, like=like)
     for i in range(len(like)):
-        site.settle(site.call(item, made, i), i)
+        site.settle(site.call(item, results, i), i)
 
 
 def _aligned(*operands: torch.Tensor) -> bool:
@@ -276,22 +278,22 @@ def grouped_outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch
     return out
 
 
-def _made(site: LoweringContext[GroupedMatmul | GroupedOuter], function: Any) -> None:
+def _lower_grouped(site: LoweringContext[GroupedMatmul | GroupedOuter], function: Any) -> None:
     result = site.op.results[0]
-    like = torch.empty(site.sizes(result), dtype=_common(site), device="meta")
+    like = torch.empty(site.sizes(result), dtype=_promoted_dtype(site), device="meta")
     site.settle(site.call(function, *site.operands, like=like))
 
 
-def _common(site: LoweringContext[OpKind]) -> torch.dtype:
+def _promoted_dtype(site: LoweringContext[OpKind]) -> torch.dtype:
     a, b = (site.shadow(n).dtype for n in site.operands[:2])
     return torch.promote_types(a, b)
 
 
 @lowering(GroupedMatmul)
 def _grouped(site: LoweringContext[GroupedMatmul]) -> None:
-    _made(site, grouped)
+    _lower_grouped(site, grouped)
 
 
 @lowering(GroupedOuter)
 def _grouped_outer(site: LoweringContext[GroupedOuter]) -> None:
-    _made(site, grouped_outer)
+    _lower_grouped(site, grouped_outer)

@@ -17,20 +17,20 @@ from .contraction import convolution, linear
 from .elementwise import item, mask_of
 
 __all__ = [
-    "Bound",
+    "Matches",
     "Rule",
-    "given_node",
+    "operand_node",
     "match",
     "named_results",
-    "narrow",
-    "number_of",
-    "record_of",
+    "unsupported_dtype",
+    "scalar_of",
+    "kind_of",
     "reduced_axis",
-    "whole",
+    "without_domain",
     "flash",
     "flash_backward",
-    "LAYER_BACKWARD",
-    "ROOT_BACKWARD",
+    "LAYER_NORM_BACKWARD",
+    "RMS_NORM_BACKWARD",
     "norm",
     "norm_backward",
     "NLL",
@@ -46,9 +46,9 @@ __all__ = [
 K = TypeVar("K", bound=OpKind)
 
 #: Tensors by name in a pattern.
-Bound = dict[str, Tensor]
+Matches = dict[str, Tensor]
 #: Lowers a matched kernel, or returns False if its sizes, dtypes or results do not fit.
-Rule = Callable[[LoweringContext[Kernel], Bound], bool]
+Rule = Callable[[LoweringContext[Kernel], Matches], bool]
 
 
 def label_of(op: Op) -> str:
@@ -63,70 +63,72 @@ def label_of(op: Op) -> str:
             return kind.name
 
 
-def through(t: Tensor) -> Tensor:
+def skip_casts(t: Tensor) -> Tensor:
     """Skip casts: torch's kernels accumulate in a wider dtype internally."""
     while t.producer is not None and label_of(t.producer) == "cast":
         t = t.producer.operands[0]
     return t
 
 
-def match(body: Graph, text: str) -> Bound | None:
+def match(body: Graph, text: str) -> Matches | None:
     """Match a body with a pattern such as `e = exp x; z = sum e`; return the named tensors, None if they differ."""
     rows = [row.split() for row in text.split("; ")]
     ops = [op for op in body.ops if label_of(op) != "cast"]
     if len(ops) != len(rows):
         return None
-    found: Bound = {}
-    for op, (made, _, label, *names) in zip(ops, rows, strict=True):
-        operands = [through(t) for t in op.operands]
+    matched: Matches = {}
+    for op, (result_name, _, label, *names) in zip(ops, rows, strict=True):
+        operands = [skip_casts(t) for t in op.operands]
         if label != label_of(op) or len(names) != len(operands):
             return None
-        if any(found.setdefault(n, t) is not t for n, t in zip(names, operands, strict=True)):
+        if any(matched.setdefault(n, t) is not t for n, t in zip(names, operands, strict=True)):
             return None
-        found[made] = op.results[0]
-        found |= {f"{made}'": t for t in op.results[1:2]}
-    return found
+        matched[result_name] = op.results[0]
+        matched |= {f"{result_name}'": t for t in op.results[1:2]}
+    return matched
 
 
-def named_results(site: LoweringContext[Kernel], found: Bound, *names: str) -> dict[int, str] | None:
+def named_results(site: LoweringContext[Kernel], matched: Matches, *names: str) -> dict[int, str] | None:
     """Return a name per kernel result; None if one is unnamed, or two have the same name."""
-    by_tensor = {found[n]: n for n in names}
-    out = {i: by_tensor.get(through(t), "") for i, t in enumerate(site.kind.body.outputs)}
+    by_tensor = {matched[n]: n for n in names}
+    out = {i: by_tensor.get(skip_casts(t), "") for i, t in enumerate(site.kind.body.outputs)}
     return out if out and all(out.values()) and len(set(out.values())) == len(out) else None
 
 
-def given_node(site: LoweringContext[Kernel], t: Tensor) -> Any:
+def operand_node(site: LoweringContext[Kernel], t: Tensor) -> Any:
     """Return the operand node of a formal, None for other tensors."""
     formals = dict(zip(site.kind.body.formals, site.operands, strict=True))
     return formals.get(t)
 
 
-def record_of(found: Bound, name: str, kind: type[K]) -> K:
+def kind_of(matched: Matches, name: str, kind: type[K]) -> K:
     """Return the op kind of a named tensor's producer."""
-    op = found[name].producer
+    op = matched[name].producer
     assert op is not None
     assert isinstance(op.kind, kind)
     return op.kind
 
 
-def number_of(site: LoweringContext[Kernel], found: Bound, name: str) -> float:
+def scalar_of(site: LoweringContext[Kernel], matched: Matches, name: str) -> float:
     """Return the scalar operand of the elementwise op that produces a named tensor."""
-    return next(float(n) for n in site.of(record_of(found, name, Pointwise).scalars) if n is not None)
+    return next(float(n) for n in site.of(kind_of(matched, name, Pointwise).scalars) if n is not None)
 
 
-def reduced_axis(found: Bound, name: str) -> int | None:
+def reduced_axis(matched: Matches, name: str) -> int | None:
     """Return the only axis that a reduction drops, None if there are several."""
-    pattern = record_of(found, name, Reduce).pattern
-    gone = [i for i, a in enumerate(pattern.operands[0]) if not a.names or a.names[0] not in pattern.result_names]
-    return gone[0] if len(gone) == 1 and len(pattern.operands[0]) == len(pattern.result) else None
+    pattern = kind_of(matched, name, Reduce).pattern
+    dropped_axes = [
+        i for i, a in enumerate(pattern.operands[0]) if not a.names or a.names[0] not in pattern.result_names
+    ]
+    return dropped_axes[0] if len(dropped_axes) == 1 and len(pattern.operands[0]) == len(pattern.result) else None
 
 
-def whole(found: Mapping[str, Tensor]) -> bool:
+def without_domain(matched: Mapping[str, Tensor]) -> bool:
     """Whether no tensor is restricted to a domain."""
-    return all(t.domain is None for t in found.values())
+    return all(t.domain is None for t in matched.values())
 
 
-def narrow(site: LoweringContext[Kernel], node: Any) -> bool:
+def unsupported_dtype(site: LoweringContext[Kernel], node: Any) -> bool:
     """Whether torch's kernels lack a node's dtype."""
     dtype = site.shadow(node).dtype
     return dtype.itemsize == 1 or not dtype.is_floating_point
@@ -149,10 +151,10 @@ def attend(
     plain = window is None and (not causal or (s == 1 and first == t - 1))
     flag = window is None and causal and s == t and s > 1
     mask = None if plain or flag else mask_of(s, t, causal, window, first, q.device)
-    made = torch.nn.functional.scaled_dot_product_attention(
+    output = torch.nn.functional.scaled_dot_product_attention(
         q.reshape(b, g * r, s, -1), k, v, mask, dropout_p=p, is_causal=flag, scale=scale, enable_gqa=r > 1
     )
-    return made.transpose(1, 2).reshape(b, s, g, r, -1).contiguous()
+    return output.transpose(1, 2).reshape(b, s, g, r, -1).contiguous()
 
 
 #: Attended pairs beyond torch's `is_causal`: arguments of `mask_of` without the device.
@@ -163,59 +165,59 @@ def _bias(x: torch.Tensor, pairs: Pairs | None) -> torch.Tensor | None:
     """Return the additive mask for torch's CPU kernel."""
     if pairs is None:
         return None
-    seen = mask_of(*pairs, x.device)
-    return x.new_zeros(seen.shape).masked_fill_(seen.logical_not_(), float("-inf"))
+    attended = mask_of(*pairs, x.device)
+    return x.new_zeros(attended.shape).masked_fill_(attended.logical_not_(), float("-inf"))
 
 
-def attend_and_keep(
+def attend_with_logsumexp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, pairs: Pairs | None = None
 ) -> list[torch.Tensor]:
     """Call fused attention, also returning the logsumexp of each row, (b, g, r, s, 1), for the backward pass."""
     b, g, r, s, _ = q.shape
     heads, aten = q.reshape(b, g * r, s, -1), torch.ops.aten
     if q.is_cuda and q.dtype.itemsize == 2:
-        made, sums = aten._scaled_dot_product_flash_attention(heads, k, v, 0.0, causal, False, scale=scale)[:2]
+        output, sums = aten._scaled_dot_product_flash_attention(heads, k, v, 0.0, causal, False, scale=scale)[:2]
     elif q.is_cuda:
-        more = (None, True, 0.0, causal)
-        made, sums = aten._scaled_dot_product_efficient_attention(heads, _each(k, r), _each(v, r), *more, scale=scale)[
-            :2
-        ]
+        options = (None, True, 0.0, causal)
+        output, sums = aten._scaled_dot_product_efficient_attention(
+            heads, _repeat_heads(k, r), _repeat_heads(v, r), *options, scale=scale
+        )[:2]
     else:
-        made, sums = aten._scaled_dot_product_flash_attention_for_cpu(
+        output, sums = aten._scaled_dot_product_flash_attention_for_cpu(
             heads, k, v, 0.0, causal, attn_mask=_bias(q, pairs), scale=scale
         )
-    made = made.transpose(1, 2).reshape(b, s, g, r, -1).contiguous()
-    return [made, sums[..., :s].reshape(b, g, r, s, 1).contiguous()]
+    output = output.transpose(1, 2).reshape(b, s, g, r, -1).contiguous()
+    return [output, sums[..., :s].reshape(b, g, r, s, 1).contiguous()]
 
 
-def _each(x: torch.Tensor, count: int) -> torch.Tensor:
+def _repeat_heads(x: torch.Tensor, count: int) -> torch.Tensor:
     """Repeat each head."""
     return x if count == 1 else x.repeat_interleave(count, 1)
 
 
 def attend_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, made: torch.Tensor, sums: torch.Tensor,
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, sums: torch.Tensor,
     causal: bool, scale: float, pairs: Pairs | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values."""
     b, g, r, s, _ = q.shape
     heads, sums, aten = q.reshape(b, g * r, s, -1), sums.reshape(b, g * r, s), torch.ops.aten
-    dy, y = (t.reshape(b, s, g * r, -1).transpose(1, 2) for t in (grad, made))
+    dy, y = (t.reshape(b, s, g * r, -1).transpose(1, 2) for t in (grad, output))
     if q.is_cuda and q.dtype.itemsize == 2:
         state = (
             torch.empty(2, dtype=torch.uint64, device=q.device),
             torch.empty((), dtype=torch.uint64, device=q.device),
         )
-        found = aten._scaled_dot_product_flash_attention_backward(
+        grads = aten._scaled_dot_product_flash_attention_backward(
             dy, heads, k, v, y, sums, None, None, s, k.shape[2], 0.0, causal, *state, scale=scale
         )
     elif q.is_cuda:
-        found = _efficient_backward(dy, heads, k, v, y, sums, causal, scale, r)
+        grads = _efficient_backward(dy, heads, k, v, y, sums, causal, scale, r)
     else:
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dy, heads, k, v, y, sums, 0.0, causal, attn_mask=_bias(q, pairs), scale=scale
         )
-    return [found[0].reshape(q.shape).contiguous(), found[1].contiguous(), found[2].contiguous()]
+    return [grads[0].reshape(q.shape).contiguous(), grads[1].contiguous(), grads[2].contiguous()]
 
 
 def _efficient_backward(
@@ -225,60 +227,64 @@ def _efficient_backward(
     """Call CUDA's backward kernel for fp32, which pads row sums to 32 rows and does not share key heads."""
     padded = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))
     state = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
-    keys, values = _each(k, share), _each(v, share)
-    more = (padded, *state, 0.0, [True, True, True, False], causal)
-    found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        dy, q, keys, values, None, y, *more, scale=scale
+    keys, values = _repeat_heads(k, share), _repeat_heads(v, share)
+    options = (padded, *state, 0.0, [True, True, True, False], causal)
+    grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        dy, q, keys, values, None, y, *options, scale=scale
     )
-    return [found[0], *(t.unflatten(1, (-1, share)).sum(2) if share > 1 else t for t in found[1:3])]
+    return [grads[0], *(t.unflatten(1, (-1, share)).sum(2) if share > 1 else t for t in grads[1:3])]
 
 
 #: Softmax body of a flash kernel, without and with the logsumexp for its backward pass.
 _SOFTMAX = "m = max x; s = sub x m; e = exp s; z = sum e; y = div e z"
-_KEEPING = f"{_SOFTMAX}; l = log z; t = add m l"
+_SOFTMAX_WITH_LOGSUMEXP = f"{_SOFTMAX}; l = log z; t = add m l"
 
 
-def flash(site: LoweringContext[Kernel], found: Bound) -> bool:
+def flash(site: LoweringContext[Kernel], matched: Matches) -> bool:
     """Lower flash attention."""
-    scores, reduced = (record_of(found, n, Einsum) for n in "sy")
-    inner = record_of(found, "p", Kernel).body
-    keeps = "p'" in found
-    q, k, v = (given_node(site, found[n]) for n in "qkv")
-    patterns = str(scores.pattern), str(reduced.pattern)
-    if patterns != (_SCORES, _REDUCE) or any(n is None or narrow(site, n) for n in (q, k, v)):
+    scores, weighted = (kind_of(matched, n, Einsum) for n in "sy")
+    inner = kind_of(matched, "p", Kernel).body
+    with_logsumexp = "p'" in matched
+    q, k, v = (operand_node(site, matched[n]) for n in "qkv")
+    patterns = str(scores.pattern), str(weighted.pattern)
+    if patterns != (_SCORES, _REDUCE) or any(n is None or unsupported_dtype(site, n) for n in (q, k, v)):
         return False
-    made = named_results(site, found, "y", *(n for n in ("p'", "n") if n in found))
-    if made is None or match(inner, _KEEPING if keeps else _SOFTMAX) is None:
+    names = named_results(site, matched, "y", *(n for n in ("p'", "n") if n in matched))
+    if names is None or match(inner, _SOFTMAX_WITH_LOGSUMEXP if with_logsumexp else _SOFTMAX) is None:
         return False
     if len({site.shadow(n).dtype for n in (q, k, v)}) > 1:
         return False
-    factor, p = number_of(site, found, "c"), record_of(found, "d", Dropout).p if "d" in found else 0.0
+    factor, p = scalar_of(site, matched, "c"), kind_of(matched, "d", Dropout).p if "d" in matched else 0.0
     shape, rows = site.shadow(q).shape, site.shadow(q).shape[:-1]
     b, g, r, s, _ = shape
     like = torch.empty((b, s, g, r, site.shadow(v).shape[-1]), dtype=site.shadow(q).dtype, device="meta")
-    if not keeps:
-        site.settle(site.call(attend, q, k, v, *_seen(site, scores, s, site.shadow(k).shape[2]), factor, p, like=like))
+    if not with_logsumexp:
+        site.settle(
+            site.call(attend, q, k, v, *_mask_arguments(site, scores, s, site.shadow(k).shape[2]), factor, p, like=like)
+        )
         return True
     pairs = _pairs(site, q, k, v, scores)
     if pairs is None or p:
         return False
-    sums = torch.empty((*rows, 1), dtype=_sums(like.dtype), device="meta")
-    both = site.call(attend_and_keep, q, k, v, pairs[0], factor, *pairs[1:], like=[like, sums])
-    for i, name in made.items():
-        node = site.call(item, both, int(name != "y"))
+    sums = torch.empty((*rows, 1), dtype=_logsumexp_dtype(like.dtype), device="meta")
+    results = site.call(attend_with_logsumexp, q, k, v, pairs[0], factor, *pairs[1:], like=[like, sums])
+    for i, name in names.items():
+        node = site.call(item, results, int(name != "y"))
         if name == "n":  # positions first
             node = site.permuted(site.viewed(node, (b, g * r, s)), (0, 2, 1))
         site.settle(node, i)
     return True
 
 
-def _sums(dtype: torch.dtype) -> torch.dtype:
+def _logsumexp_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _seen(site: LoweringContext[Kernel], scores: Einsum, queries: int, keys: int) -> tuple[bool, int | None, int]:
+def _mask_arguments(
+    site: LoweringContext[Kernel], scores: Einsum, queries: int, keys: int
+) -> tuple[bool, int | None, int]:
     """Return whether later keys are masked, the window, and the position of the first query."""
-    return (False, None, 0) if scores.domain is None else site.seen(scores.domain[0], queries, keys)
+    return (False, None, 0) if scores.domain is None else site.mask_arguments(scores.domain[0], queries, keys)
 
 
 def _pairs(
@@ -287,7 +293,7 @@ def _pairs(
     """Return torch's `is_causal`, with a mask for a rank's split queries; None if torch's kernels support neither."""
     queries, keys = site.shadow(q).shape[3], site.shadow(k).shape[2]
     size, other = site.shadow(q).shape[-1], site.shadow(v).shape[-1]
-    causal, window, first = _seen(site, scores, queries, keys)
+    causal, window, first = _mask_arguments(site, scores, queries, keys)
     device = site.emitter.device.type
     if size != other or (device == "cuda" and size % 8):
         return None
@@ -298,22 +304,22 @@ def _pairs(
     return (causal and queries > 1,)
 
 
-def flash_backward(site: LoweringContext[Kernel], found: Bound) -> bool:
+def flash_backward(site: LoweringContext[Kernel], matched: Matches) -> bool:
     """Lower the gradient of flash attention, which recomputes scores."""
-    scores, grads = (record_of(found, n, Einsum) for n in "sa")
+    scores, grads = (kind_of(matched, n, Einsum) for n in "sa")
     patterns = str(scores.pattern), str(grads.pattern)
-    made = named_results(site, found, "dq", "dk", "dv")
-    given = [given_node(site, found[n]) for n in ("g", "q", "k", "v", "y", "l")]
-    if patterns != (_SCORES, "b s g r v, b g t v -> b g r s t") or made is None or any(n is None for n in given):
+    names = named_results(site, matched, "dq", "dk", "dv")
+    nodes = [operand_node(site, matched[n]) for n in ("g", "q", "k", "v", "y", "l")]
+    if patterns != (_SCORES, "b s g r v, b g t v -> b g r s t") or names is None or any(n is None for n in nodes):
         return False
-    q, k, v = given[1:4]
+    q, k, v = nodes[1:4]
     pairs = _pairs(site, q, k, v, scores)
-    if pairs is None or narrow(site, q) or len({site.shadow(n).dtype for n in given[:5]}) > 1:
+    if pairs is None or unsupported_dtype(site, q) or len({site.shadow(n).dtype for n in nodes[:5]}) > 1:
         return False
     like = [torch.empty(site.shadow(n).shape, dtype=site.shadow(q).dtype, device="meta") for n in (q, k, v)]
-    every = site.call(attend_backward, *given, pairs[0], number_of(site, found, "c"), *pairs[1:], like=like)
-    for i, name in made.items():
-        site.settle(site.call(item, every, ("dq", "dk", "dv").index(name)), i)
+    gradients = site.call(attend_backward, *nodes, pairs[0], scalar_of(site, matched, "c"), *pairs[1:], like=like)
+    for i, name in names.items():
+        site.settle(site.call(item, gradients, ("dq", "dk", "dv").index(name)), i)
     return True
 
 
@@ -323,48 +329,48 @@ def flash_backward(site: LoweringContext[Kernel], found: Bound) -> bool:
 def norm(statistics: str) -> Rule:
     """Return the rule of a norm with these optional results: reciprocal deviation r and, for a layer norm, mean m."""
 
-    def rule(site: LoweringContext[Kernel], found: Bound) -> bool:
-        made, x = named_results(site, found, "y", *statistics), given_node(site, found["x"])
-        last = reduced_axis(found, "v") == found["x"].ndim - 1
-        if made is None or x is None or not last or not whole(found) or narrow(site, x):
+    def rule(site: LoweringContext[Kernel], matched: Matches) -> bool:
+        names, x = named_results(site, matched, "y", *statistics), operand_node(site, matched["x"])
+        last = reduced_axis(matched, "v") == matched["x"].ndim - 1
+        if names is None or x is None or not last or not without_domain(matched) or unsupported_dtype(site, x):
             return False
-        given = [None if n not in found else given_node(site, found[n]) for n in ("w", "b")]
-        if any(v is None and n in found for v, n in zip(given, "wb", strict=True)):
+        parameters = [None if n not in matched else operand_node(site, matched[n]) for n in ("w", "b")]
+        if any(v is None and n in matched for v, n in zip(parameters, "wb", strict=True)):
             return False
         shadow = site.shadow(x)
         size = [shadow.shape[-1]]
-        if any(v is not None and list(site.shadow(v).shape) != size for v in given):
+        if any(v is not None and list(site.shadow(v).shape) != size for v in parameters):
             return False
-        weight, shift = (None if v is None else site.cast(v, shadow.dtype) for v in given)
-        eps = number_of(site, found, "a")
+        weight, shift = (None if v is None else site.cast(v, shadow.dtype) for v in parameters)
+        eps = scalar_of(site, matched, "a")
         if "m" in statistics:
-            every = site.call(torch.native_layer_norm, x, size, weight, shift, eps)
+            outputs = site.call(torch.native_layer_norm, x, size, weight, shift, eps)
         else:
-            every = site.call(torch.ops.aten._fused_rms_norm, x, size, weight, eps)
-        for i, name in made.items():
-            site.settle(site.call(item, every, ("y", *statistics).index(name)), i)
+            outputs = site.call(torch.ops.aten._fused_rms_norm, x, size, weight, eps)
+        for i, name in names.items():
+            site.settle(site.call(item, outputs, ("y", *statistics).index(name)), i)
         return True
 
     return rule
 
 
-def layer_backward(
+def layer_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, shift: bool
 ) -> list[Any]:
     """Return the gradients of the input, the weight and, if present, the bias."""
     size, mask = [x.shape[-1]], [True, True, shift]
-    weight, mean, scale = weight.to(x.dtype), mean.to(_statistics(x)), scale.to(_statistics(x))
+    weight, mean, scale = weight.to(x.dtype), mean.to(_statistics_dtype(x)), scale.to(_statistics_dtype(x))
     return list(
         torch.ops.aten.native_layer_norm_backward(grad, x, size, mean, scale, weight, weight if shift else None, mask)
     )
 
 
-def _statistics(x: torch.Tensor) -> torch.dtype:
+def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype of mean and deviation: fp32 for 16-bit inputs on a GPU."""
     return torch.float32 if x.is_cuda and x.dtype.itemsize == 2 else x.dtype
 
 
-def root_backward(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> list[Any]:
+def rms_norm_backward(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> list[Any]:
     """Return the gradients of the input and the weight."""
     if x.is_cuda:
         size, aten = [x.shape[-1]], torch.ops.aten
@@ -372,51 +378,58 @@ def root_backward(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weig
     # torch has no CPU kernel
     wide, g = x.to(scale.dtype), grad.to(scale.dtype)
     normal = wide * scale
-    of_weight = (g * normal).flatten(0, -2).sum(0)
+    weight_grad = (g * normal).flatten(0, -2).sum(0)
     g = g * weight
-    along = (g * normal).mean(-1, keepdim=True)
-    return [normal.mul_(along).neg_().add_(g).mul_(scale).to(x.dtype), of_weight.to(weight.dtype)]
+    projection = (g * normal).mean(-1, keepdim=True)
+    return [normal.mul_(projection).neg_().add_(g).mul_(scale).to(x.dtype), weight_grad.to(weight.dtype)]
 
 
-_REST = (
+_NORM_GRADIENT_TAIL = (
     "t = sum j; u = mul t; v = cubed r; z = mul u v; e = expand z; d = div e; o = copy {c}; i = mul o; q = mul d i; "
 )
-_LAYER_BACKWARD = (
+_LAYER_NORM_BACKWARD = (
     "gw = mul g w; c = sub x m; n = mul c r; gn = mul g n; sw = sum gn; k = mul gw r; j = mul gw c; "
-    + _REST.format(c="c")
+    + _NORM_GRADIENT_TAIL.format(c="c")
     + "a = add k q; b = neg a; f = sum b; h = expand f; l = div h; y = add a l"
 )
 #: Gradient bodies as reverse mode produces them.
-LAYER_BACKWARD = (f"sb = sum g; {_LAYER_BACKWARD}", _LAYER_BACKWARD)
-ROOT_BACKWARD = (
+LAYER_NORM_BACKWARD = (f"sb = sum g; {_LAYER_NORM_BACKWARD}", _LAYER_NORM_BACKWARD)
+RMS_NORM_BACKWARD = (
     "gw = mul g w; n = mul x r; gn = mul g n; sw = sum gn; k = mul gw r; j = mul gw x; "
-    + _REST.format(c="x")
+    + _NORM_GRADIENT_TAIL.format(c="x")
     + "y = add k q"
 )
 
 
-def norm_backward(site: LoweringContext[Kernel], found: Bound) -> bool:
+def norm_backward(site: LoweringContext[Kernel], matched: Matches) -> bool:
     """Lower the gradient of a norm with a weight along the last axis."""
-    names: list[str] = [n for n in ("y", "sw", "sb") if n in found]
-    made = named_results(site, found, *names)
-    given = {n: given_node(site, found[n]) for n in ("g", "x", "r", "w", "m") if n in found}
-    if made is None or any(v is None for v in given.values()) or not whole(found):
+    names: list[str] = [n for n in ("y", "sw", "sb") if n in matched]
+    result_names = named_results(site, matched, *names)
+    nodes = {n: operand_node(site, matched[n]) for n in ("g", "x", "r", "w", "m") if n in matched}
+    if result_names is None or any(v is None for v in nodes.values()) or not without_domain(matched):
         return False
-    shadows = {n: site.shadow(v) for n, v in given.items()}
-    x, kept = shadows["x"], (*shadows["x"].shape[:-1], 1)
-    same = shadows["g"].shape == x.shape and shadows["g"].dtype == x.dtype and not narrow(site, given["x"])
-    if not same or x.ndim < 2 or tuple(shadows["w"].shape) != tuple(x.shape[-1:]) or tuple(shadows["r"].shape) != kept:
+    shadows = {n: site.shadow(v) for n, v in nodes.items()}
+    x, statistics_shape = shadows["x"], (*shadows["x"].shape[:-1], 1)
+    compatible = (
+        shadows["g"].shape == x.shape and shadows["g"].dtype == x.dtype and not unsupported_dtype(site, nodes["x"])
+    )
+    if (
+        not compatible
+        or x.ndim < 2
+        or tuple(shadows["w"].shape) != tuple(x.shape[-1:])
+        or tuple(shadows["r"].shape) != statistics_shape
+    ):
         return False
     vector, like = torch.empty(x.shape[-1:], dtype=x.dtype, device="meta"), torch.empty_like(x)
 
-    if "m" in found:
-        arguments = [given[n] for n in ("g", "x", "m", "r", "w")]
-        both = site.call(layer_backward, *arguments, "sb" in found, like=[like, vector, vector])
+    if "m" in matched:
+        arguments = [nodes[n] for n in ("g", "x", "m", "r", "w")]
+        gradients = site.call(layer_norm_backward, *arguments, "sb" in matched, like=[like, vector, vector])
     else:
-        arguments = [given[n] for n in ("g", "x", "r", "w")]
-        both = site.call(root_backward, *arguments, like=[like, vector.to(shadows["w"].dtype)])
-    for i, name in made.items():
-        site.settle(site.call(item, both, names.index(name)), i)
+        arguments = [nodes[n] for n in ("g", "x", "r", "w")]
+        gradients = site.call(rms_norm_backward, *arguments, like=[like, vector.to(shadows["w"].dtype)])
+    for i, name in result_names.items():
+        site.settle(site.call(item, gradients, names.index(name)), i)
     return True
 
 
@@ -435,43 +448,60 @@ NLL_BACKWARD = tuple(
 )
 
 
-def _reduction(found: Bound) -> int:
-    return 1 if "m" in found or "d" in found else 2 if "u" in found or "e" in found else 0
+def _reduction(matched: Matches) -> int:
+    return 1 if "m" in matched or "d" in matched else 2 if "u" in matched or "e" in matched else 0
 
 
-def _classes(site: LoweringContext[Kernel], node: Any) -> Any:
+def _clamped_targets(site: LoweringContext[Kernel], node: Any) -> Any:
     """Return targets with all negative values set to -1."""
     return site.call(torch.clamp, node, min=-1)
 
 
-def _counted(targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _target_count(targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the number of targets that are not ignored."""
     return (targets >= 0).sum().to(dtype)
 
 
-def nll(site: LoweringContext[Kernel], found: Bound) -> bool:
+def nll(site: LoweringContext[Kernel], matched: Matches) -> bool:
     """Lower the loss; a mean is over targets that are not ignored."""
-    x, targets, made = given_node(site, found["x"]), given_node(site, found["t"]), named_results(site, found, *"yw")
-    if x is None or targets is None or made is None or not whole(found) or narrow(site, x) or found["x"].ndim != 2:
+    x, targets, names = (
+        operand_node(site, matched["x"]),
+        operand_node(site, matched["t"]),
+        named_results(site, matched, *"yw"),
+    )
+    if (
+        x is None
+        or targets is None
+        or names is None
+        or not without_domain(matched)
+        or unsupported_dtype(site, x)
+        or matched["x"].ndim != 2
+    ):
         return False
-    both = site.call(torch.ops.aten.nll_loss_forward, x, _classes(site, targets), None, _reduction(found), -1)
-    for i, name in made.items():
-        site.settle(site.call(item, both, "yw".index(name)), i)
+    outputs = site.call(
+        torch.ops.aten.nll_loss_forward, x, _clamped_targets(site, targets), None, _reduction(matched), -1
+    )
+    for i, name in names.items():
+        site.settle(site.call(item, outputs, "yw".index(name)), i)
     return True
 
 
-def nll_backward(site: LoweringContext[Kernel], found: Bound) -> bool:
+def nll_backward(site: LoweringContext[Kernel], matched: Matches) -> bool:
     """Lower the gradient of the loss, zero for ignored targets."""
-    grad, targets, shape = given_node(site, found["g"]), given_node(site, found["t"]), site.sizes(found["s"])
-    if grad is None or targets is None or not whole(found) or named_results(site, found, "s") is None:
+    grad, targets, shape = operand_node(site, matched["g"]), operand_node(site, matched["t"]), site.sizes(matched["s"])
+    if grad is None or targets is None or not without_domain(matched) or named_results(site, matched, "s") is None:
         return False
-    how = _reduction(found)
-    if narrow(site, grad) or len(shape) != 2 or (how == 1 and number_of(site, found, "d") != shape[0]):
+    reduction = _reduction(matched)
+    if (
+        unsupported_dtype(site, grad)
+        or len(shape) != 2
+        or (reduction == 1 and scalar_of(site, matched, "d") != shape[0])
+    ):
         return False
-    like = site.call(torch.Tensor.expand, grad if how else site.viewed(grad, (shape[0], 1)), shape)
-    count = site.call(_counted, targets, site.shadow(grad).dtype)
-    ids = _classes(site, targets)
-    site.own(torch.ops.aten.nll_loss_backward, grad, like, ids, None, how, -1, count)
+    like = site.call(torch.Tensor.expand, grad if reduction else site.viewed(grad, (shape[0], 1)), shape)
+    count = site.call(_target_count, targets, site.shadow(grad).dtype)
+    ids = _clamped_targets(site, targets)
+    site.own(torch.ops.aten.nll_loss_backward, grad, like, ids, None, reduction, -1, count)
     return True
 
 
@@ -482,10 +512,10 @@ def nll_backward(site: LoweringContext[Kernel], found: Bound) -> bool:
 def _kernel(site: LoweringContext[Kernel]) -> None:
     body = site.kind.body
     for text, rule in _RULES.items():
-        found = match(body, text)
-        if found is not None and rule(site, found):
+        matched = match(body, text)
+        if matched is not None and rule(site, matched):
             return
-    nodes = site.shared.inside(body, site.operands)
+    nodes = site.shared.lower_body(body, site.operands)
     used = {_storage(site, v) for v in site.operands}
     changed = {site.op.operands[i].storage for i in site.kind.changed}
     for i, v in enumerate(nodes):
@@ -493,20 +523,26 @@ def _kernel(site: LoweringContext[Kernel]) -> None:
             site.alias(v, i)
             continue
         shadow, storage = site.shadow(v), _storage(site, v)
-        own = storage not in used and shadow.untyped_storage().nbytes() == shadow.numel() * shadow.itemsize
+        fresh = storage not in used and shadow.untyped_storage().nbytes() == shadow.numel() * shadow.itemsize
         used.add(storage)
-        site.settle(v, i, fresh=own)
+        site.settle(v, i, fresh=fresh)
 
 
 def _storage(site: LoweringContext[Kernel], node: Any) -> int:
-    found: int = site.shadow(node).untyped_storage()._cdata
-    return found
+    address: int = site.shadow(node).untyped_storage()._cdata
+    return address
 
 
 def _softmax(function: Callable[..., Any]) -> Rule:
-    def rule(site: LoweringContext[Kernel], found: Bound) -> bool:
-        axis, x = reduced_axis(found, "m"), given_node(site, found["x"])
-        if axis is None or x is None or not whole(found) or named_results(site, found, "y") is None or narrow(site, x):
+    def rule(site: LoweringContext[Kernel], matched: Matches) -> bool:
+        axis, x = reduced_axis(matched, "m"), operand_node(site, matched["x"])
+        if (
+            axis is None
+            or x is None
+            or not without_domain(matched)
+            or named_results(site, matched, "y") is None
+            or unsupported_dtype(site, x)
+        ):
             return False
         site.own(function, x, axis, False)
         return True
@@ -515,12 +551,18 @@ def _softmax(function: Callable[..., Any]) -> Rule:
 
 
 def _softmax_backward(function: Callable[..., Any]) -> Rule:
-    def rule(site: LoweringContext[Kernel], found: Bound) -> bool:
-        axis, g, y = reduced_axis(found, "a"), given_node(site, found["g"]), given_node(site, found["y"])
-        if axis is None or g is None or y is None or not whole(found) or named_results(site, found, "z") is None:
+    def rule(site: LoweringContext[Kernel], matched: Matches) -> bool:
+        axis, g, y = reduced_axis(matched, "a"), operand_node(site, matched["g"]), operand_node(site, matched["y"])
+        if (
+            axis is None
+            or g is None
+            or y is None
+            or not without_domain(matched)
+            or named_results(site, matched, "z") is None
+        ):
             return False
         shadows = [site.shadow(g), site.shadow(y)]
-        if shadows[0].dtype != shadows[1].dtype or shadows[0].shape != shadows[1].shape or narrow(site, g):
+        if shadows[0].dtype != shadows[1].dtype or shadows[0].shape != shadows[1].shape or unsupported_dtype(site, g):
             return False
         site.own(function, g, y, axis, shadows[0].dtype)
         return True
@@ -531,31 +573,31 @@ def _softmax_backward(function: Callable[..., Any]) -> Rule:
 def _biased(lowered: Callable[..., bool]) -> Rule:
     """Return the rule of a contraction with a bias."""
 
-    def rule(site: LoweringContext[Kernel], found: Bound) -> bool:
-        einsum, nodes = found["p"].producer, [given_node(site, found[n]) for n in "xwb"]
-        if any(v is None for v in nodes) or not whole(found) or named_results(site, found, "y") is None:
+    def rule(site: LoweringContext[Kernel], matched: Matches) -> bool:
+        einsum, nodes = matched["p"].producer, [operand_node(site, matched[n]) for n in "xwb"]
+        if any(v is None for v in nodes) or not without_domain(matched) or named_results(site, matched, "y") is None:
             return False
         return lowered(site, einsum, nodes[:2], nodes[2])
 
     return rule
 
 
-_LAYER = "m = mean x; c = sub x m; q = square c; v = mean q; a = add v; r = rsqrt a; "
-_ROOT = "q = square x; v = mean q; a = add v; r = rsqrt a; "
+_LAYER_NORM = "m = mean x; c = sub x m; q = square c; v = mean q; a = add v; r = rsqrt a; "
+_RMS_NORM = "q = square x; v = mean q; a = add v; r = rsqrt a; "
 #: Patterns with a torch function, and their rules.
 _RULES: dict[str, Rule] = {
     "m = max x; s = sub x m; e = exp s; z = sum e; y = div e z": _softmax(torch.ops.aten._softmax),
     "m = max x; s = sub x m; e = exp s; z = sum e; l = log z; y = sub s l": _softmax(torch.ops.aten._log_softmax),
     "q = mul g y; a = sum q; d = sub g a; z = mul y d": _softmax_backward(torch.ops.aten._softmax_backward_data),
     "e = exp y; a = sum g; q = mul e a; z = sub g q": _softmax_backward(torch.ops.aten._log_softmax_backward_data),
-    _LAYER + "y = mul c r": norm("mr"),
-    _LAYER + "n = mul c r; y = mul n w": norm("mr"),
-    _LAYER + "n = mul c r; o = mul n w; y = add o b": norm("mr"),
-    _ROOT + "y = mul x r": norm("r"),
-    _ROOT + "n = mul x r; y = mul n w": norm("r"),
+    _LAYER_NORM + "y = mul c r": norm("mr"),
+    _LAYER_NORM + "n = mul c r; y = mul n w": norm("mr"),
+    _LAYER_NORM + "n = mul c r; o = mul n w; y = add o b": norm("mr"),
+    _RMS_NORM + "y = mul x r": norm("r"),
+    _RMS_NORM + "n = mul x r; y = mul n w": norm("r"),
     "p = einsum x w; y = add p b": _biased(linear),
     "p = einsum x w; o = rearrange b; y = add p o": _biased(convolution),
-    **dict.fromkeys((*LAYER_BACKWARD, ROOT_BACKWARD), norm_backward),
+    **dict.fromkeys((*LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD), norm_backward),
     **dict.fromkeys(NLL, nll) | dict.fromkeys(NLL_BACKWARD, nll_backward),
     "s = einsum q k; c = mul s; p = softmax c; y = einsum p v": flash,
     "s = einsum q k; c = mul s; p = softmax c; y = einsum p v; n = rearrange p'": flash,

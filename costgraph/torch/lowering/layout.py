@@ -14,7 +14,7 @@ from ...ops.loops import Empty, Stacked
 from ...ops.opaque import Transfer
 from ...transforms.rewrite import flat
 from .context import LoweringContext, lowering, strided
-from .elementwise import held
+from .elementwise import masked_operand
 
 # -- views, copies and constructors ------------------------------------------------------------------------------------
 
@@ -41,23 +41,25 @@ def _slice(site: LoweringContext[Slice]) -> None:
 @lowering(Expand)
 def _expand(site: LoweringContext[Expand]) -> None:
     """Expand by strides of 0 and permute axes in one view."""
-    kept, sizes, x = site.kind.kept, site.of(site.kind.sizes), site.operands[0]
+    source_axes, sizes, x = site.kind.kept, site.of(site.kind.sizes), site.operands[0]
     shadow = site.shadow(x)
-    strides = [0 if k is None or shadow.shape[k] != n else shadow.stride(k) for k, n in zip(kept, sizes, strict=True)]
+    strides = [
+        0 if k is None or shadow.shape[k] != n else shadow.stride(k) for k, n in zip(source_axes, sizes, strict=True)
+    ]
     site.alias(site.call(strided, x, tuple(sizes), tuple(strides), 0))
 
 
 @lowering(Concat)
 def _concat(site: LoweringContext[Concat]) -> None:
-    each = flat(site.op, dict(zip(site.op.operands, site.operands, strict=True)))
-    site.own(torch.stack if site.kind.stacked else torch.cat, each, site.kind.axis)
+    parts = flat(site.op, dict(zip(site.op.operands, site.operands, strict=True)))
+    site.own(torch.stack if site.kind.stacked else torch.cat, parts, site.kind.axis)
 
 
 def padded(x: torch.Tensor, sizes: tuple[int, ...], axis: int, start: int, stop: int, step: int) -> torch.Tensor:
     """Return zeros with a tensor in a slice along an axis."""
-    made = x.new_zeros(sizes)
-    torch.ops.aten.slice(made, axis, start, stop, step).copy_(x)
-    return made
+    result = x.new_zeros(sizes)
+    torch.ops.aten.slice(result, axis, start, stop, step).copy_(x)
+    return result
 
 
 @lowering(Pad)
@@ -72,7 +74,7 @@ def _pad(site: LoweringContext[Pad]) -> None:
 def _fill(site: LoweringContext[Fill]) -> None:
     t = site.op.results[0]
     site.own(
-        torch.full, site.sizes(t), site.numbers.fact(site.kind.value), dtype=site.dtype(t), device=site.emitter.device
+        torch.full, site.sizes(t), site.numbers.bind(site.kind.value), dtype=site.dtype(t), device=site.emitter.device
     )
 
 
@@ -114,7 +116,7 @@ def _stacked(site: LoweringContext[Stacked]) -> None:
 
 
 @lowering(SliceUpdate)
-def _revised(site: LoweringContext[SliceUpdate]) -> None:
+def _slice_update(site: LoweringContext[SliceUpdate]) -> None:
     site.alias(site.operands[0])  # the slice was written in place
 
 
@@ -129,7 +131,7 @@ def _transfer(site: LoweringContext[Transfer]) -> None:
     if site.kind.into:
         site.alias(site.call(torch.Tensor.copy_, site.operands[0], site.operands[1]))
         return
-    site.own(torch.clone, held(site, 0, 0.0) if site.op.operands[0].domain is not None else site.operands[0])
+    site.own(torch.clone, masked_operand(site, 0, 0.0) if site.op.operands[0].domain is not None else site.operands[0])
 
 
 # -- Fourier transforms ------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from .context import (
     LoweringContext,
     LoweringState,
     groups_of,
-    laid_out,
-    numbers_for,
+    has_strides,
+    random_values,
     strided,
     torch_dtype,
 )
@@ -33,8 +33,8 @@ from .external import replay, runs_on
 
 __all__ = [
     "GraphLowering",
-    "kept",
-    "taken",
+    "keep_alive",
+    "check_input",
     "lower",
     "random_inputs",
 ]
@@ -43,20 +43,22 @@ __all__ = [
 # -- walk --------------------------------------------------------------------------------------------------------------
 
 
-def kept(first: Any, *others: Any) -> Any:
+def keep_alive(first: Any, *others: Any) -> Any:
     """Return the first argument; the others stay alive until this call."""
     return first
 
 
-def taken(x: torch.Tensor, name: str, sizes: Sequence[int], dtype: torch.dtype, strides: Sequence[int]) -> torch.Tensor:
+def check_input(
+    x: torch.Tensor, name: str, sizes: Sequence[int], dtype: torch.dtype, strides: Sequence[int]
+) -> torch.Tensor:
     """Return an input after validation.
 
     BindingError if its shape, dtype or strides differ from the graph's.
     """
     if not isinstance(x, torch.Tensor) or tuple(x.shape) != tuple(sizes) or x.dtype != dtype:
-        found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise BindingError(f"input {name!r} is {found}, expected {dtype} {tuple(sizes)}")
-    if not laid_out(x, strides):
+        description = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise BindingError(f"input {name!r} is {description}, expected {dtype} {tuple(sizes)}")
+    if not has_strides(x, strides):
         raise BindingError(f"input {name!r} has strides {x.stride()}, expected {tuple(strides)}")
     return x
 
@@ -67,7 +69,7 @@ class OpPosition:
 
     slices: Mapping[Storage, Any]
     """nodes of stack slices to write, by storage in the loop body"""
-    where: tuple[int, ...]
+    iterations: tuple[int, ...]
     """enclosing loop iterations"""
 
 
@@ -97,51 +99,51 @@ class GraphLowering(LoopExecutor[OpPosition]):
                 env[t] = self._input(t)
         self.ops(graph, env, OpPosition({}, ()))
         outputs = [_nested(env[t]) for t in graph.outputs]
-        made = outputs[0] if len(outputs) == 1 else tuple(outputs)
+        output = outputs[0] if len(outputs) == 1 else tuple(outputs)
         # gradients stay alive to the end of the step
         grads = [n for t in graph.gradients.values() for n in _flat(env[t])]
         if grads:
-            made = self.emitter.call(kept, made, *grads)
-        self.emitter.graph.output(made)
+            output = self.emitter.call(keep_alive, output, *grads)
+        self.emitter.graph.output(output)
 
     def _input(self, t: Tensor) -> Any:
         sizes, strides = self.numbers.of(t.sizes), self.numbers.of(t.strides)
         dtype, name = torch_dtype(f"input {t.name!r}", t.dtype), self.leaves.argument(t.name)
         node = self.emitter.source(self.emitter.graph.placeholder(name), sizes, strides, dtype)
-        return self.emitter.call(taken, node, t.name, sizes, dtype, strides)
+        return self.emitter.call(check_input, node, t.name, sizes, dtype, strides)
 
-    def ops(self, graph: Graph, env: Env, place: OpPosition) -> None:
+    def ops(self, graph: Graph, env: Env, position: OpPosition) -> None:
         """Lower the ops of a graph."""
         for t in graph.tensors:
             if t.producer is None and t.role not in ("formal", "input"):
-                env[t] = self._source(t, self.numbers.of(t.sizes), place.where, t.storage.pieces)
-        self.play(graph.ops, env, place)
+                env[t] = self._source(t, self.numbers.of(t.sizes), position.iterations, t.storage.pieces)
+        self.play(graph.ops, env, position)
 
-    def _source(self, t: Tensor, sizes: tuple[int, ...], where: tuple[int, ...], pieces: int) -> Any:
+    def _source(self, t: Tensor, sizes: tuple[int, ...], iterations: tuple[int, ...], pieces: int) -> Any:
         """Return the node of a parameter, or a list with one per iteration."""
         if pieces:
-            return [self._source(t, sizes[1:], (*where, i), pieces - 1) for i in range(sizes[0])]
+            return [self._source(t, sizes[1:], (*iterations, i), pieces - 1) for i in range(sizes[0])]
         dtype = torch_dtype(f"{t.role} {t.name!r}", t.dtype)
         strides = self.numbers.of(t.strides[t.ndim - len(sizes) :])
-        target = self.leaves.add(Leaf(t, sizes, strides, dtype, where, self.indices.limit(t)))
+        target = self.leaves.add(Leaf(t, sizes, strides, dtype, iterations, self.indices.limit(t)))
         return self.emitter.source(self.emitter.graph.get_attr(target), sizes, strides, dtype)
 
-    def step(self, op: Op, env: Env, place: OpPosition) -> None:
+    def step(self, op: Op, env: Env, position: OpPosition) -> None:
         """Append the calls of an op."""
         rule = _rule_of(op, self.emitter.device)
-        slices = place.slices
-        there = {t: slices[t.storage] for t in op.results if t.storage in slices} | self._slices(op)
-        site: LoweringContext[OpKind] = LoweringContext(op, self.shared, [env[t] for t in op.operands], there)
+        slices = position.slices
+        stack_slices = {t: slices[t.storage] for t in op.results if t.storage in slices} | self._slices(op)
+        site: LoweringContext[OpKind] = LoweringContext(op, self.shared, [env[t] for t in op.operands], stack_slices)
         try:
             rule(site)
         except CostGraphError:
             raise
         except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError) as error:
-            what = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0]
             raise UnsupportedError(
-                f"lower {op.name!r}: torch refuses it ({what}), expected operands that its kernels take"
+                f"lower {op.name!r}: torch rejects the call ({reason}), expected operands that its kernels support"
             ) from error
-        env |= {t: site.made[i] for i, t in enumerate(op.results)}
+        env |= {t: site.results[i] for i, t in enumerate(op.results)}
         if isinstance(op.kind, Empty):
             self._stacks[op.results[0].storage] = env[op.results[0]]
 
@@ -149,9 +151,9 @@ class GraphLowering(LoopExecutor[OpPosition]):
         """Return the stack slices to which an unrolled loop writes the results of an op."""
         if isinstance(op.kind, Empty):  # allocates a stack, once per iteration
             return {}
-        return {t: self._place(t) for t in op.results if t.storage in self._stacks and not t.is_view}
+        return {t: self._stack_slice(t) for t in op.results if t.storage in self._stacks and not t.is_view}
 
-    def _place(self, t: Tensor) -> Any:
+    def _stack_slice(self, t: Tensor) -> Any:
         """Return a tensor's slice of a stack."""
         sizes, strides = self.numbers.of(t.sizes), self.numbers.of(t.strides)
         return self.emitter.call(strided, self._stacks[t.storage], sizes, strides, self.numbers(t.offset))
@@ -170,57 +172,60 @@ class GraphLowering(LoopExecutor[OpPosition]):
         for turn in range(count):
             yield PlayedIteration(count - 1 - turn if loop.reverse else turn, count)
 
-    def stack(self, loop: Loop, t: Tensor, env: Env, place: OpPosition) -> Any:
+    def stack(self, loop: Loop, t: Tensor, env: Env, position: OpPosition) -> Any:
         """Return a stack, allocated before its slices unless it exists."""
         if t.storage in self._stacks:
-            return self._place(t)
+            return self._stack_slice(t)
         dtype = torch_dtype(repr(t.name), t.dtype)
         return self.emitter.call(torch.empty, self.numbers.of(t.sizes), dtype=dtype, device=self.emitter.device)
 
-    def slice(self, loop: Loop, value: Any, turn: PlayedIteration, place: OpPosition) -> Any:
+    def slice(self, loop: Loop, value: Any, turn: PlayedIteration, position: OpPosition) -> Any:
         """Return one position of the first axis."""
-        return self._at(value, turn.at)
+        return self._select(value, turn.at)
 
-    def iteration(self, loop: Loop, env: Env, turn: PlayedIteration, stacks: Sequence[Any], place: OpPosition) -> None:
+    def iteration(
+        self, loop: Loop, env: Env, turn: PlayedIteration, stacks: Sequence[Any], position: OpPosition
+    ) -> None:
         """Lower the body, which writes its slices into the stacks."""
-        slices = {t.storage: self._at(stack, turn.at) for t, stack in zip(loop.ys, stacks, strict=True)}
-        self.ops(loop.body, env, OpPosition(slices, (*place.where, turn.at)))
+        slices = {t.storage: self._select(stack, turn.at) for t, stack in zip(loop.ys, stacks, strict=True)}
+        self.ops(loop.body, env, OpPosition(slices, (*position.iterations, turn.at)))
 
-    def _at(self, v: Any, i: int) -> Any:
+    def _select(self, v: Any, i: int) -> Any:
         if v is None or isinstance(v, list):
             return None if v is None else v[i]
         if not self.emitter.shadow(v).ndim:
-            raise ShapeError("slice of a scalar, expected an axis of iterations")
+            raise ShapeError("slice of a scalar, expected a tensor with an iteration axis")
         return self.emitter.call(torch.select, v, 0, i)
 
 
 def _rule_of(op: Op, device: torch.device) -> Callable[[LoweringContext[Any]], None]:
     """Return an op's lowering: the traced call if it has all results, else the lowering of its kind."""
     call = op.call
-    here = call is not None and runs_on(call, device)
-    if call is not None and here and len(call.places) == len(op.results):
+    available = call is not None and runs_on(call, device)
+    if call is not None and available and len(call.places) == len(op.results):
         return partial(replay, call=call)
     rule = LOWERINGS.get(type(op.kind))
-    if call is not None and not here and rule is None:
+    if call is not None and not available and rule is None:
         raise UnsupportedError(
-            f"lower {op.name!r}: torch has {call.target} for CUDA alone ({call.rule}), expected device='cuda'"
+            f"lower {op.name!r}: torch has {call.target} only for CUDA ({call.rule}), expected device='cuda'"
         )
     if rule is None:
         raise UnsupportedError(
-            f"lower {op.name!r}: op kind {op.kind.name!r} has no lowering, expected one from costgraph.torch.lowering"
+            f"lower {op.name!r}: op kind {op.kind.name!r} has no lowering, expected one registered "
+            f"with costgraph.torch.lowering.lowering"
         )
     return rule
 
 
-def _nested(made: Any) -> Any:
+def _nested(nodes: Any) -> Any:
     """Return a tensor, or nested tuples of tensors for storages per iteration."""
-    return tuple(map(_nested, made)) if isinstance(made, list) else made
+    return tuple(map(_nested, nodes)) if isinstance(nodes, list) else nodes
 
 
-def _flat(made: Any) -> list[Any]:
-    if isinstance(made, list):
-        return [n for part in made for n in _flat(part)]
-    return [] if made is None else [made]
+def _flat(nodes: Any) -> list[Any]:
+    if isinstance(nodes, list):
+        return [n for item in nodes for n in _flat(item)]
+    return [] if nodes is None else [nodes]
 
 
 # -- lower -------------------------------------------------------------------------------------------------------------
@@ -316,12 +321,12 @@ def lower(
     """
     need_graph("lower", graph)
     if not graph.outputs:
-        raise GraphError(f"lower of graph {graph.name!r}: no output, expected one at least")
-    place = _device(device)
+        raise GraphError(f"lower of graph {graph.name!r}: no output, expected at least one")
+    target = _device(device)
     numbers = ConcreteSizes(graph, dims)
-    walk = GraphLowering(graph, numbers, place, dict(functions or {}), groups_of(graph, mesh, numbers))
+    walk = GraphLowering(graph, numbers, target, dict(functions or {}), groups_of(graph, mesh, numbers))
     walk.run(graph)
-    module = fx.GraphModule(walk.leaves.module(place, seed), walk.emitter.graph, class_name="Lowered")
+    module = fx.GraphModule(walk.leaves.module(target, seed), walk.emitter.graph, class_name="Lowered")
     return module.eval()
 
 
@@ -361,14 +366,14 @@ def random_inputs(
     torch.Size([2, 7])
     """
     need_graph("random_inputs", graph)
-    numbers, place = ConcreteSizes(graph, dims), _device(device)
+    numbers, target = ConcreteSizes(graph, dims), _device(device)
     indices, generator = Indices(graph, numbers), torch.Generator().manual_seed(seed)
     out = []
     for t in graph.tensors:
         if t.producer is None and t.role == "input":
             dtype = torch_dtype(f"input {t.name!r}", t.dtype)
             leaf = Leaf(t, numbers.of(t.sizes), numbers.of(t.strides), dtype, (), indices.limit(t))
-            out.append(numbers_for(leaf, place, generator))
+            out.append(random_values(leaf, target, generator))
     return tuple(out)
 
 
@@ -376,4 +381,4 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise GraphError(f"device {device!r}: torch knows none such, expected cpu, cuda or meta") from error
+        raise GraphError(f"device {device!r}: unknown to torch, expected cpu, cuda or meta") from error

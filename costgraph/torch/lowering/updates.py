@@ -22,15 +22,15 @@ from .context import LoweringContext, lowering
 from .elementwise import (
     IN_PLACE,
     KERNELS,
-    chosen,
+    function_for,
     item,
 )
-from .module import kept
+from .module import keep_alive
 
 __all__: list[str] = []  # its lowerings are found in LOWERINGS
 
 #: Elements per chunk of a fused update.
-_PIECE = 1 << 16
+_CHUNK = 1 << 16
 
 
 @lowering(Accumulate)
@@ -45,7 +45,7 @@ def _stop(site: LoweringContext[StopGradient]) -> None:
 
 @lowering(KeepAlive)
 def _keep(site: LoweringContext[KeepAlive]) -> None:
-    site.alias(site.call(kept, *site.operands, like=site.shadow(site.operands[0])))
+    site.alias(site.call(keep_alive, *site.operands, like=site.shadow(site.operands[0])))
 
 
 @lowering(Cache)
@@ -53,12 +53,12 @@ def _cache(site: LoweringContext[Cache]) -> None:
     site.alias(site.call(torch.Tensor.view_as, site.operands[0], site.operands[0]))
 
 
-def appended(held: torch.Tensor, new: torch.Tensor, axis: int, later: int = 0) -> torch.Tensor:
+def appended(cache: torch.Tensor, values: torch.Tensor, axis: int, later: int = 0) -> torch.Tensor:
     """Write the last new positions to the end of a cache, without those that belong to later ranks."""
-    room, count = held.shape[axis], max(new.shape[axis] - later * held.shape[axis], 0)
-    taken = min(room, count)
-    held.narrow(axis, room - taken, taken).copy_(new.narrow(axis, count - taken, taken))
-    return held
+    capacity, count = cache.shape[axis], max(values.shape[axis] - later * cache.shape[axis], 0)
+    copied = min(capacity, count)
+    cache.narrow(axis, capacity - copied, copied).copy_(values.narrow(axis, count - copied, copied))
+    return cache
 
 
 @lowering(Append)
@@ -73,12 +73,12 @@ def _zero_grad(site: LoweringContext[ZeroGrad]) -> None:
     site.alias(site.call(torch.Tensor.zero_, site.operands[0]))
 
 
-def unscaled(grad: torch.Tensor, inverse: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+def unscaled(grad: torch.Tensor, inverse: torch.Tensor, found_inf: torch.Tensor) -> torch.Tensor:
     """Unscale a gradient in place, and set a flag if it is not finite."""
-    if grad.dtype == inverse.dtype == found.dtype == torch.float32 and grad.device.type != "meta":
-        torch._amp_foreach_non_finite_check_and_unscale_([grad], found, inverse)
+    if grad.dtype == inverse.dtype == found_inf.dtype == torch.float32 and grad.device.type != "meta":
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], found_inf, inverse)
         return grad
-    found.masked_fill_(torch.isfinite(grad).all().logical_not_(), 1)
+    found_inf.masked_fill_(torch.isfinite(grad).all().logical_not_(), 1)
     return grad.mul_(inverse)
 
 
@@ -97,36 +97,38 @@ def updated(steps: Sequence[Step], count: int, changed: Sequence[int], *tensors:
     """Apply the steps of an update to chunks of its tensors, and write changed ones in place."""
     if all(t.is_contiguous() for t in tensors[:count]):
         flat = [t.view(-1) for t in tensors[:count]]
-        for start in range(0, flat[0].numel(), _PIECE):
-            _take(steps, [t[start : start + _PIECE] for t in flat])
+        for start in range(0, flat[0].numel(), _CHUNK):
+            _apply(steps, [t[start : start + _CHUNK] for t in flat])
     else:
-        _take(steps, list(tensors[:count]))
+        _apply(steps, list(tensors[:count]))
     return [tensors[i] for i in changed]
 
 
-def _take(steps: Sequence[Step], registers: list[torch.Tensor]) -> None:
+def _apply(steps: Sequence[Step], registers: list[torch.Tensor]) -> None:
     count, operands = len(registers), list(registers)
-    for name, scalars, places, target in steps:
-        found = iter(places)
-        given = [registers[next(found)] if s is None else s for s in scalars]
-        if name in IN_PLACE and given[0] is registers[min(target, len(registers) - 1)] and target < len(registers):
-            made = IN_PLACE[name](*given)
+    for name, scalars, operand_registers, target in steps:
+        positions = iter(operand_registers)
+        arguments = [registers[next(positions)] if s is None else s for s in scalars]
+        if name in IN_PLACE and arguments[0] is registers[min(target, len(registers) - 1)] and target < len(registers):
+            value = IN_PLACE[name](*arguments)
         else:
-            function, arguments = chosen(name, given)
-            made = function(*arguments)
+            function, ordered = function_for(name, arguments)
+            value = function(*ordered)
         if target < count:
-            made = operands[target].copy_(made)
-        registers[target:] = [made, *registers[target + 1 :]]
+            value = operands[target].copy_(value)
+        registers[target:] = [value, *registers[target + 1 :]]
 
 
 @lowering(FusedUpdate)
 def _fused_update(site: LoweringContext[FusedUpdate]) -> None:
     changed, count = site.kind.changed, site.kind.updated
-    steps = tuple((record.name, *rest) for record, *rest in site.of(site.kind.steps))
+    steps = tuple((record.name, *step) for record, *step in site.of(site.kind.steps))
     unknown = [name for name, *_ in steps if name not in KERNELS]
     if unknown:
-        raise UnsupportedError(f"lower {site.op.name!r}: torch has no function {unknown[0]!r}, expected a known one")
+        raise UnsupportedError(
+            f"lower {site.op.name!r}: torch has no function {unknown[0]!r}, expected one that torch has a kernel for"
+        )
     like = [site.shadow(site.operands[i]) for i in changed]
-    made = site.call(updated, steps, count, changed, *site.operands, like=like)
+    results = site.call(updated, steps, count, changed, *site.operands, like=like)
     for i in range(len(changed)):
-        site.alias(site.call(item, made, i), i)
+        site.alias(site.call(item, results, i), i)

@@ -121,13 +121,13 @@ _FORMATS: dict[torch.dtype, DType] = {}
 
 def format_of(dtype: torch.dtype) -> DType:
     """Return the number format for a torch dtype."""
-    found = _FORMATS.get(dtype)
-    if found is None:
+    number_format = _FORMATS.get(dtype)
+    if number_format is None:
         try:
-            found = _FORMATS[dtype] = find_dtype(str(dtype).removeprefix("torch."))
+            number_format = _FORMATS[dtype] = find_dtype(str(dtype).removeprefix("torch."))
         except FormatError:
-            raise UnsupportedError(f"{dtype}: the library has no such number format, expected another one") from None
-    return found
+            raise UnsupportedError(f"number format {dtype} is not supported") from None
+    return number_format
 
 
 class Values:
@@ -140,18 +140,18 @@ class Values:
         """Return a tensor's spec."""
         return Spec(*self.translator.layout(t), format_of(t.dtype))
 
-    def seen(self, value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
+    def convert(self, value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
         """Convert an argument; `tensor` converts the tensors in it."""
         if isinstance(value, torch.Tensor):
             return tensor(value)
         if isinstance(value, torch.SymInt):
             return self.translator.size(value)
         if isinstance(value, tuple | list):
-            return tuple(self.seen(v, tensor) for v in value)
+            return tuple(self.convert(v, tensor) for v in value)
         if isinstance(value, torch.dtype):
             return format_of(value)
         if isinstance(value, torch.SymFloat | torch.SymBool):
-            return self._number(value)
+            return self._symbolic_number(value)
         if isinstance(value, torch.device):
             return {"torch": "device"}
         if isinstance(value, torch.memory_format | torch.layout):
@@ -162,9 +162,9 @@ class Values:
             return value
         if isinstance(value, torch.Generator):
             return None
-        raise UnsupportedError(f"argument {value!r} of type {type(value).__name__}: expected a tensor or a number")
+        raise UnsupportedError(f"argument {value!r} of type {type(value).__name__} is neither a tensor nor a number")
 
-    def _number(self, value: torch.SymFloat | torch.SymBool) -> Any:
+    def _symbolic_number(self, value: torch.SymFloat | torch.SymBool) -> Any:
         """Return a number as a formula of sizes, else its value in the run, on which no cost depends."""
         if not value.node.has_hint():
             return {"torch": "data"}

@@ -28,35 +28,35 @@ class Choices:
 
     _current: Choice | None = None
     _starts: list[int] = field(default_factory=list)
-    _made: list[tuple[int, Choice]] = field(default_factory=list)
+    _intervals: list[tuple[int, Choice]] = field(default_factory=list)
 
-    def now(self) -> Choice | None:
+    def current(self) -> Choice | None:
         """Return the choice behind the current call, None if every device would run it."""
         if self._current is not None:
             return self._current
         node = torch._C._current_autograd_node()
         if node is None:
             return None
-        number = node._sequence_nr()
-        at = bisect_right(self._starts, number) - 1
-        if at < 0 or number >= self._made[at][0]:
+        sequence_number = node._sequence_nr()
+        index = bisect_right(self._starts, sequence_number) - 1
+        if index < 0 or sequence_number >= self._intervals[index][0]:
             return None
-        return self._made[at][1]
+        return self._intervals[index][1]
 
     @contextmanager
     def by(self, rule: str, why: str) -> Iterator[None]:
         """Attribute the calls inside, and their gradients, to a choice."""
-        before, self._current = self._current, Choice(rule, why)
-        start = _nodes()
+        outer, self._current = self._current, Choice(rule, why)
+        start = _node_count()
         try:
             yield
         finally:
-            if _nodes() > start and before is None:
+            if _node_count() > start and outer is None:
                 self._starts.append(start)
-                self._made.append((_nodes(), self._current))
-            self._current = before
+                self._intervals.append((_node_count(), self._current))
+            self._current = outer
 
 
-def _nodes() -> int:
+def _node_count() -> int:
     """Return how many autograd nodes exist so far."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # torch has no types for it

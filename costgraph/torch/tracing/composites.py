@@ -32,14 +32,14 @@ __all__ = [
 aten = torch.ops.aten
 
 
-def _heads(qkv: torch.Tensor, qkv_bias: torch.Tensor, num_heads: int) -> Any:
+def _qkv_by_head(qkv: torch.Tensor, qkv_bias: torch.Tensor, num_heads: int) -> Any:
     """Return queries, keys and values by head, in one storage."""
     batch, length, width = qkv.shape
     return aten.split(qkv.new_empty([3 * batch, num_heads, length, width // 3 // num_heads]), batch)
 
 
 # torch has a kernel only for real tensors
-torch.library.register_fake("aten::_transform_bias_rescale_qkv", _heads)
+torch.library.register_fake("aten::_transform_bias_rescale_qkv", _qkv_by_head)
 
 
 def _attention(
@@ -59,19 +59,19 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run multi-head attention, writing the result into the queries."""
     batch, length, _ = query.shape
-    rows, size = (batch * num_head, length), embed_dim // num_head
-    qkv = _projected(query, key, value, embed_dim, qkv_weight)
-    q, k, v = (t.view(*rows, size) for t in aten._transform_bias_rescale_qkv(qkv, qkv_bias, num_head))
+    lead, size = (batch * num_head, length), embed_dim // num_head
+    qkv = _qkv_projection(query, key, value, embed_dim, qkv_weight)
+    q, k, v = (t.view(*lead, size) for t in aten._transform_bias_rescale_qkv(qkv, qkv_bias, num_head))
     del qkv
-    pairs = torch.bmm(q, k.mT)
+    scores = torch.bmm(q, k.mT)
     if mask is None:
-        aten._softmax.out(pairs, -1, False, out=pairs)
+        aten._softmax.out(scores, -1, False, out=scores)
     else:
-        pairs = _hidden(pairs.view(batch, num_head, length, length), mask, mask_type).view(*rows, length)
-    seen = torch.bmm(pairs, v, out=q).view(batch, num_head, length, size)
-    weights = pairs.view(batch, num_head, length, length) if need_weights else None
-    del pairs
-    heads = seen.transpose(1, 2).contiguous().view(batch, length, embed_dim)
+        scores = _masked_softmax(scores.view(batch, num_head, length, length), mask, mask_type).view(*lead, length)
+    context = torch.bmm(scores, v, out=q).view(batch, num_head, length, size)
+    weights = scores.view(batch, num_head, length, length) if need_weights else None
+    del scores
+    heads = context.transpose(1, 2).contiguous().view(batch, length, embed_dim)
     out = functional.linear(heads, proj_weight, proj_bias)
     del heads
     if weights is not None and average_attn_weights:
@@ -80,7 +80,7 @@ def _attention(
     return out, weights
 
 
-def _projected(
+def _qkv_projection(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, width: int, weight: torch.Tensor
 ) -> torch.Tensor:
     """Return concatenated queries, keys and values; a single matmul for self-attention."""
@@ -88,13 +88,13 @@ def _projected(
         return torch.cat([x @ w.T for x, w in zip((query, key, value), weight.chunk(3), strict=True)], 2)
     if query is key:
         return query @ weight.T
-    first, rest = aten.split_with_sizes(weight, [width, 2 * width])
-    return torch.cat([query @ first.T, key @ rest.T], 2)
+    first, others = aten.split_with_sizes(weight, [width, 2 * width])
+    return torch.cat([query @ first.T, key @ others.T], 2)
 
 
-def _hidden(pairs: torch.Tensor, mask: torch.Tensor, kind: int | None) -> torch.Tensor:
-    made: torch.Tensor = aten._masked_softmax(pairs, mask.to(torch.bool), pairs.ndim - 1, kind)
-    return made
+def _masked_softmax(scores: torch.Tensor, mask: torch.Tensor, kind: int | None) -> torch.Tensor:
+    out: torch.Tensor = aten._masked_softmax(scores, mask.to(torch.bool), scores.ndim - 1, kind)
+    return out
 
 
 def encoder_layer(
@@ -140,7 +140,7 @@ def encoder_layer(
     return x if norm_first else norm(x, norm_weight_2, norm_bias_2)
 
 
-def _distances(x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
+def _euclidean_distances(x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
     """Return distances of rows by one matmul (`native/Distance.cpp`): |x|^2 - 2*x*y + |y|^2, norms as extra columns."""
     norm_1 = x1.pow(2).sum(-1, keepdim=True)
     ones_1 = torch.ones_like(norm_1)
@@ -157,7 +157,7 @@ def _distances(x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten._native_multi_head_attention.default: _attention,
     aten._transformer_encoder_layer_fwd.default: encoder_layer,
-    aten._euclidean_dist.default: _distances,
+    aten._euclidean_dist.default: _euclidean_distances,
     # whether a padding mask allows packing is data; assume that it does not
     aten._nested_tensor_from_mask_left_aligned.default: lambda tensor, mask: False,
 }
@@ -172,8 +172,9 @@ def is_composed(func: OpOverload) -> bool:
     # ops that only query a property, such as a size, are unknown to the dispatcher
     if not torch._C._dispatch_has_kernel(name):
         return False
-    found = torch._C._dispatch_has_kernel_for_dispatch_key
-    return found(name, key) and not found(name, "CPU")  # ops with a CPU kernel are composed only on other devices
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    # ops with a CPU kernel are composed only on other devices
+    return has_kernel(name, key) and not has_kernel(name, "CPU")
 
 
 # -- higher-order ops --------------------------------------------------------------------------------------------------
@@ -187,30 +188,35 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def _cond(pred: Any, yes: Callable[..., Any], no: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    return (yes if pred else no)(*operands)
+def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    return (true_fn if pred else false_fn)(*operands)
 
 
-def _while(
-    goes_on: Callable[..., Any], step: Callable[..., Any], carried: Sequence[Any], beside: Sequence[Any] = ()
+def _while_loop(
+    cond_fn: Callable[..., Any],
+    body_fn: Callable[..., Any],
+    carried: Sequence[Any],
+    additional_inputs: Sequence[Any] = (),
 ) -> Any:
-    while goes_on(*carried, *beside):
-        carried = step(*carried, *beside)
+    while cond_fn(*carried, *additional_inputs):
+        carried = body_fn(*carried, *additional_inputs)
     return tuple(carried)
 
 
-def _scan(step: Callable[..., Any], init: Sequence[Any], xs: Sequence[Any], beside: Sequence[Any] = ()) -> Any:
+def _scan(
+    combine_fn: Callable[..., Any], init: Sequence[Any], xs: Sequence[Any], additional_inputs: Sequence[Any] = ()
+) -> Any:
     """Scan over rows, carrying values and stacking outputs."""
-    carried, count, made = list(init), len(init), list[Sequence[Any]]()
+    carried, count, outputs = list(init), len(init), list[Sequence[Any]]()
     for rows in zip(*(x.unbind(0) for x in xs), strict=True):
-        out = step(*carried, *rows, *beside)
+        out = combine_fn(*carried, *rows, *additional_inputs)
         carried = list(out[:count])
-        made.append(out[count:])
-    return (*carried, *(torch.stack(tensors) for tensors in zip(*made, strict=True)))
+        outputs.append(out[count:])
+    return (*carried, *(torch.stack(tensors) for tensors in zip(*outputs, strict=True)))
 
 
 #: Ops whose own kernels reject dispatch modes.
-_KERNELS: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while, "scan": _scan}
+_KERNELS: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
 
 
 def run_eagerly(func: HigherOrderOperator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -220,5 +226,5 @@ def run_eagerly(func: HigherOrderOperator, args: Sequence[Any], kwargs: dict[str
     """
     kernel = _KERNELS.get(str(func)) or func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
     if kernel is None:
-        raise UnsupportedError(f"{func!s}: torch runs it compiled alone, expected an op that has an eager kernel")
+        raise UnsupportedError(f"{func!s}: torch runs this op only compiled; expected an op with an eager kernel")
     return kernel(*args, **kwargs)

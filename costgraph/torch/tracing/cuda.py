@@ -79,9 +79,9 @@ def source(name: str, where: str) -> str:
 def rule(*functions: Any) -> Callable[[Rule], Rule]:
     """Register a rule for torch functions."""
 
-    def register(found: Rule) -> Rule:
-        RULES.update(dict.fromkeys(functions, found))
-        return found
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(functions, function))
+        return function
 
     return register
 
@@ -93,27 +93,37 @@ def rule(*functions: Any) -> Callable[[Rule], Rule]:
 
 aten = torch.ops.aten
 _ROWS = 32  # row block to which row sums are padded (kAlignLSE in mem_eff_attention/kernel_forward.h)
-_WORKSPACE = 5  # values saved by a GRU cell per hidden unit (GRU_WORKSPACE_MULTIPLIER in RNN.cu)
+_GRU_SAVED_PER_UNIT = 5  # values saved by a GRU cell per hidden unit (GRU_WORKSPACE_MULTIPLIER in RNN.cu)
 # by torch's RNN mode: values saved per step and hidden unit, i.e. gates, and the cell state of an LSTM
-_KEPT = {0: 1, 1: 1, 2: 5, 3: 4}
+_SAVED_PER_UNIT = {0: 1, 1: 1, 2: 5, 3: 4}
 
 
 # -- attention ---------------------------------------------------------------------------------------------------
 
 
-def _seed(x: torch.Tensor, *sizes: int) -> torch.Tensor:
+def _random_state(x: torch.Tensor, *sizes: int) -> torch.Tensor:
     """Return a tensor for the generator's seed or offset: eight bytes, whatever the integer dtype."""
     return x.new_empty(sizes, dtype=torch.int64)
 
 
-def _sums(x: torch.Tensor, *sizes: Any) -> torch.Tensor:
+def _logsumexp(x: torch.Tensor, *sizes: Any) -> torch.Tensor:
     return x.new_empty(sizes, dtype=torch.float32)
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any, **options: Any) -> Any:
     """Return the output, the logsumexp of each row, and the generator's state (flash_api.cpp)."""
-    out, nothing = torch.empty_like(q), q.new_empty(0)
-    return out, _sums(q, *q.shape[:3]), None, None, q.shape[2], k.shape[2], _seed(q, 2), _seed(q), nothing
+    out, empty = torch.empty_like(q), q.new_empty(0)
+    return (
+        out,
+        _logsumexp(q, *q.shape[:3]),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        _random_state(q, 2),
+        _random_state(q),
+        empty,
+    )
 
 
 def _efficient(
@@ -123,7 +133,7 @@ def _efficient(
     batch, heads, length, _ = q.shape
     out = q.new_empty((batch, length, heads, v.shape[-1])).transpose(1, 2)
     rows = (length + _ROWS - 1) // _ROWS * _ROWS if keeps else 0
-    return out, _sums(q, batch, heads, rows), _seed(q), _seed(q)
+    return out, _logsumexp(q, batch, heads, rows), _random_state(q), _random_state(q)
 
 
 def _cudnn(
@@ -134,41 +144,45 @@ def _cudnn(
     order = sorted(range(4), key=lambda i: (-hint(q.stride()[i]), i))
     out = torch.empty_permuted(shape, order, dtype=q.dtype, device=q.device)
     rows = (*q.shape[:3], 1) if keeps else (0,)
-    return out, _sums(q, *rows), None, None, q.shape[2], k.shape[2], _seed(q), _seed(q), None
+    return out, _logsumexp(q, *rows), None, None, q.shape[2], k.shape[2], _random_state(q), _random_state(q), None
 
 
 # -- recurrent layers --------------------------------------------------------------------------------------------
 
 
-def _layers(
-    x: torch.Tensor, weight: Sequence[torch.Tensor], each: int, buffer: Any, h: torch.Tensor, c: Any, mode: int,
-    size: Any, projected: Any, count: int, batch_first: bool, dropout: float, train: bool, both: bool, *rest: Any
+def _cudnn_rnn(
+    x: torch.Tensor, weight: Sequence[torch.Tensor], per_layer: int, buffer: Any, h: torch.Tensor, c: Any, mode: int,
+    size: Any, projected: Any, count: int, batch_first: bool, dropout: float, train: bool, bidirectional: bool,
+    *rest: Any
 ) -> Any:  # fmt: skip
     """Return outputs, final states, and a lower bound on cuDNN's reserve space: gates and states for all steps."""
-    sides, width = 1 + both, projected or size
-    out = x.new_empty((*x.shape[:2], width * sides))
-    last = h.new_empty((count * sides, *h.shape[1:]))
-    memory = x.new_empty(0) if c is None else c.new_empty((count * sides, *c.shape[1:]))
-    inner = _KEPT[mode] * size * count + width * (count - 1)
-    kept = x.shape[0] * x.shape[1] * sides * inner * x.element_size() if train else 0
-    return out, last, memory, x.new_empty((kept,), dtype=torch.uint8), buffer
+    directions, width = 1 + bidirectional, projected or size
+    out = x.new_empty((*x.shape[:2], width * directions))
+    last = h.new_empty((count * directions, *h.shape[1:]))
+    cell = x.new_empty(0) if c is None else c.new_empty((count * directions, *c.shape[1:]))
+    inner = _SAVED_PER_UNIT[mode] * size * count + width * (count - 1)
+    reserve = x.shape[0] * x.shape[1] * directions * inner * x.element_size() if train else 0
+    return out, last, cell, x.new_empty((reserve,), dtype=torch.uint8), buffer
 
 
-def _layers_backward(
-    x: torch.Tensor, weight: Sequence[torch.Tensor], each: int, buffer: Any, h: torch.Tensor, c: Any, *rest: Any
+def _cudnn_rnn_backward(
+    x: torch.Tensor, weight: Sequence[torch.Tensor], per_layer: int, buffer: Any, h: torch.Tensor, c: Any, *rest: Any
 ) -> Any:
     """Return the requested gradients."""
     mask = rest[-1]
-    made = [None if t is None or not asked else torch.empty_like(t) for t, asked in zip((x, h, c), mask, strict=False)]
-    return *made, [torch.empty_like(w) for w in weight] if mask[3] else []
+    grads = [
+        None if t is None or not requested else torch.empty_like(t)
+        for t, requested in zip((x, h, c), mask, strict=False)
+    ]
+    return *grads, [torch.empty_like(w) for w in weight] if mask[3] else []
 
 
 def _gru_cell(x: torch.Tensor, gates: torch.Tensor, h: torch.Tensor, *biases: Any) -> Any:
     rows, size = h.shape
-    return torch.empty_like(h), h.new_empty((rows, _WORKSPACE * size))
+    return torch.empty_like(h), h.new_empty((rows, _GRU_SAVED_PER_UNIT * size))
 
 
-def _gru_cell_backward(grad: torch.Tensor, kept: torch.Tensor, biased: bool) -> Any:
+def _gru_cell_backward(grad: torch.Tensor, workspace: torch.Tensor, biased: bool) -> Any:
     rows, size = grad.shape
     gates = [grad.new_empty((rows, 3 * size)) for _ in range(2)]
     return *gates, torch.empty_like(grad), *(grad.new_empty(3 * size) if biased else None for _ in range(2))
@@ -180,10 +194,10 @@ def _gru_cell_backward(grad: torch.Tensor, kept: torch.Tensor, biased: bool) -> 
 def _rms_norm(x: torch.Tensor, shape: Sequence[Any], weight: Any, eps: Any) -> Any:
     """Return a contiguous output, and the reciprocal root mean square of each row."""
     lead = x.shape[: x.ndim - len(shape)]
-    return x.new_empty(x.shape), x.new_empty((*lead, *(1 for _ in shape)), dtype=_wide(x))
+    return x.new_empty(x.shape), x.new_empty((*lead, *(1 for _ in shape)), dtype=_accumulation_dtype(x))
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
+def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the accumulation dtype in CUDA kernels (toAccumulateType in AccumulateType.h)."""
     return torch.float32 if x.dtype.itemsize == 2 else x.dtype
 
@@ -195,8 +209,8 @@ def _with_wide_statistics(norm: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(x: torch.Tensor, *rest: Any) -> Any:
-        made, *statistics = norm(x, *rest)
-        return made, *(torch.empty_like(t, dtype=_wide(x)) for t in statistics)
+        out, *statistics = norm(x, *rest)
+        return out, *(torch.empty_like(t, dtype=_accumulation_dtype(x)) for t in statistics)
 
     return run
 
@@ -204,8 +218,8 @@ def _with_wide_statistics(norm: Callable[..., Any]) -> Callable[..., Any]:
 def _rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, shape: Sequence[Any], scale: Any, weight: Any, mask: Sequence[bool]
 ) -> Any:
-    made = x.new_empty(x.shape) if mask[0] else None
-    return made, weight.new_empty(weight.shape) if mask[1] and weight is not None else None
+    grad_input = x.new_empty(x.shape) if mask[0] else None
+    return grad_input, weight.new_empty(weight.shape) if mask[1] and weight is not None else None
 
 
 # -- counts ------------------------------------------------------------------------------------------------------
@@ -221,8 +235,8 @@ CUDA_RESULTS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention.default: _flash,
     aten._scaled_dot_product_efficient_attention.default: _efficient,
     aten._scaled_dot_product_cudnn_attention.default: _cudnn,
-    aten._cudnn_rnn.default: _layers,
-    aten._cudnn_rnn_backward.default: _layers_backward,
+    aten._cudnn_rnn.default: _cudnn_rnn,
+    aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,
     aten._thnn_fused_gru_cell.default: _gru_cell,
     aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
     aten._fused_rms_norm.default: _rms_norm,
@@ -246,7 +260,7 @@ EFFICIENT = source("attention: efficient", f"{_CHOICE}, can_use_mem_efficient_at
 MATH = source("attention: math", f"{_CHOICE}, select_sdp_backend; {_CALL}")
 
 _HALF = (torch.float16, torch.bfloat16)
-_MOST_AXIS = 65535  # cuDNN's limit for batch entries and for heads
+_MAX_CUDNN_AXIS = 65535  # cuDNN's limit for batch entries and for heads
 _MASK_ALIGNMENT = 8  # elements to which rows of a mask are padded
 
 
@@ -287,8 +301,8 @@ def _four_axes(a: FunctionCall) -> str | None:
 
 def _last_axis(a: FunctionCall) -> str | None:
     """check_last_dim_stride_equals_1_dense."""
-    given = a.tensors if a.mask is None else (*a.tensors, a.mask)
-    return None if all(t.stride(-1) == 1 for t in given) else "elements of a row that are no neighbours"
+    tensors = a.tensors if a.mask is None else (*a.tensors, a.mask)
+    return None if all(t.stride(-1) == 1 for t in tensors) else "a last axis that is not contiguous"
 
 
 def _batch(a: FunctionCall) -> str | None:
@@ -296,15 +310,15 @@ def _batch(a: FunctionCall) -> str | None:
     return None if sizes[0] == sizes[1] == sizes[2] else "batches of different sizes"
 
 
-def _heads(a: FunctionCall, *, grouped: bool, alike: bool = True) -> str | None:
+def _heads(a: FunctionCall, *, grouped: bool, same: bool = True) -> str | None:
     """check_batch_size_and_num_heads_dense."""
     q, k, v = (t.shape[-3] for t in a.tensors)
     if _batch(a):
         return _batch(a)
     if not (a.grouped and grouped):
-        return None if q == k == v else "fewer heads of keys than of queries"
-    if (alike and k != v) or q % k or q % v:
-        return "numbers of heads that do not divide"
+        return None if q == k == v else "unequal numbers of query, key and value heads"
+    if (same and k != v) or q % k or q % v:
+        return "head counts that do not divide"
     return None
 
 
@@ -312,22 +326,22 @@ def _grouped(a: FunctionCall) -> str | None:
     return _heads(a, grouped=True)
 
 
-def _grouped_apart(a: FunctionCall) -> str | None:
-    return _heads(a, grouped=True, alike=False)
+def _grouped_unequal_kv(a: FunctionCall) -> str | None:
+    return _heads(a, grouped=True, same=False)
 
 
 def _all_heads(a: FunctionCall) -> str | None:
     return _heads(a, grouped=False)
 
 
-def _two_bytes(a: FunctionCall) -> str | None:
+def _half_precision(a: FunctionCall) -> str | None:
     """check_dtypes_low_precision."""
     formats = _HALF if a.arch.major >= 8 else _HALF[:1]
     fits = a.query.dtype in formats and len({t.dtype for t in a.tensors}) == 1
-    return None if fits else f"{_word(a.query.dtype)} on {a.arch}"
+    return None if fits else f"{_format_name(a.query.dtype)} on {a.arch}"
 
 
-def _word(dtype: torch.dtype) -> str:
+def _format_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -354,44 +368,48 @@ def _mask_shape(a: FunctionCall) -> str | None:
         return None
     if mask.requires_grad:
         return "a mask with a gradient"
-    wanted = (a.query.shape[0], a.query.shape[1], a.query.shape[2], a.key.shape[2])
+    expected = (a.query.shape[0], a.query.shape[1], a.query.shape[2], a.key.shape[2])
     fits = mask.ndim in (2, 4) and all(
-        _is(n, 1) or n == m for n, m in zip(mask.shape, wanted[4 - mask.ndim :], strict=True)
+        _equals(n, 1) or n == m for n, m in zip(mask.shape, expected[4 - mask.ndim :], strict=True)
     )
     return None if fits else "a mask of another shape"
 
 
-def _is(n: Any, number: int) -> bool:
+def _equals(n: Any, number: int) -> bool:
     return isinstance(n, int) and n == number
 
 
-def _dropout_of_cudnn(a: FunctionCall) -> str | None:
+def _cudnn_dropout(a: FunctionCall) -> str | None:
     """check_cudnn_dropout."""
-    return None if a.dropout * 16 == floor(a.dropout * 16) else "dropout that is no multiple of 1/16"
+    return None if a.dropout * 16 == floor(a.dropout * 16) else "dropout that is not a multiple of 1/16"
 
 
-def _shapes_of_cudnn(a: FunctionCall) -> str | None:
+def _cudnn_shapes(a: FunctionCall) -> str | None:
     """check_cudnn_tensor_shapes."""
-    d, other = a.query.shape[3], a.value.shape[3]
-    most = 128
+    size, value_size = a.query.shape[3], a.value.shape[3]
+    limit = 128
     if a.arch == Arch(9, 0):
-        most = 256
-    elif a.arch.major == 10 and (d, other) == (192, 128):
-        most = 192
-    if d > most or other > most:
-        return f"heads of more than {most}"
-    if d % 8 or other % 8:
-        return "heads that are no multiple of 8"
-    if _is(a.key.shape[2], 1):
+        limit = 256
+    elif a.arch.major == 10 and (size, value_size) == (192, 128):
+        limit = 192
+    if size > limit or value_size > limit:
+        return f"a head size above {limit}"
+    if size % 8 or value_size % 8:
+        return "a head size that is not a multiple of 8"
+    if _equals(a.key.shape[2], 1):
         return "one key"
-    if a.dropout and _is(a.query.shape[2], 1):
+    if a.dropout and _equals(a.query.shape[2], 1):
         return "one query with dropout"
-    return None if all(n <= _MOST_AXIS for n in a.query.shape[:2]) else f"more than {_MOST_AXIS} batch entries or heads"
+    return (
+        None
+        if all(n <= _MAX_CUDNN_AXIS for n in a.query.shape[:2])
+        else f"more than {_MAX_CUDNN_AXIS} batch entries or heads"
+    )
 
 
-_OF_CUDNN: tuple[Check, ...] = (
-    _preferred, _enabled_cudnn, _four_axes, _two_bytes, _mask_shape, _since(8), _dropout_of_cudnn, _last_axis,
-    _grouped_apart, _shapes_of_cudnn,
+_CUDNN_CHECKS: tuple[Check, ...] = (
+    _preferred, _enabled_cudnn, _four_axes, _half_precision, _mask_shape, _since(8), _cudnn_dropout, _last_axis,
+    _grouped_unequal_kv, _cudnn_shapes,
 )  # fmt: skip
 
 
@@ -408,10 +426,12 @@ def _no_mask(a: FunctionCall) -> str | None:
     return None if a.mask is None else "a mask"
 
 
-def _size_of_flash(a: FunctionCall) -> str | None:
+def _flash_head_size(a: FunctionCall) -> str | None:
     """check_head_dim_size_flash."""
     sizes = [t.shape[-1] for t in a.tensors]
-    return None if sizes[0] == sizes[1] == sizes[2] and sizes[0] <= 256 else "heads of more than 256, or not all alike"
+    return (
+        None if sizes[0] == sizes[1] == sizes[2] and sizes[0] <= 256 else "a head size above 256, or unequal head sizes"
+    )
 
 
 def _large_gradient(a: FunctionCall) -> str | None:
@@ -419,7 +439,7 @@ def _large_gradient(a: FunctionCall) -> str | None:
     small = Arch(8, 6) <= a.arch <= Arch(8, 9) or a.arch.major == 12
     size = a.query.shape[-1]
     fits = not (a.trains and small) or size <= 192 or (not a.dropout and size > 224)
-    return None if fits else f"gradients of heads of {size} on {a.arch}"
+    return None if fits else f"gradients for head size {size} on {a.arch}"
 
 
 def _square(a: FunctionCall) -> str | None:
@@ -427,9 +447,9 @@ def _square(a: FunctionCall) -> str | None:
     return None if not a.causal or a.query.shape[-2] == a.key.shape[-2] else "a causal mask that is not square"
 
 
-_OF_FLASH: tuple[Check, ...] = (
-    _enabled_flash, _four_axes, _no_mask, _size_of_flash, _since(8), _large_gradient, _square, _two_bytes, _grouped,
-    _last_axis,
+_FLASH_CHECKS: tuple[Check, ...] = (
+    _enabled_flash, _four_axes, _no_mask, _flash_head_size, _since(8), _large_gradient, _square, _half_precision,
+    _grouped, _last_axis,
 )  # fmt: skip
 
 
@@ -444,42 +464,42 @@ def _enabled_efficient(a: FunctionCall) -> str | None:
 def _alignment(a: FunctionCall) -> int:
     """Return the alignment in elements: minimum_gemm_alignment."""
     half = a.query.dtype in _HALF
-    least = 4 if a.arch.major >= 8 else 1
-    return max(least, 128 // (16 if half else 32)) if a.arch.major >= 8 or (a.arch.major == 7 and half) else least
+    minimum = 4 if a.arch.major >= 8 else 1
+    return max(minimum, 128 // (16 if half else 32)) if a.arch.major >= 8 or (a.arch.major == 7 and half) else minimum
 
 
-def _size_of_efficient(a: FunctionCall) -> str | None:
+def _efficient_head_size(a: FunctionCall) -> str | None:
     """check_head_dim_size_mem_efficient, check_data_ptr_alignment_mem_efficient."""
     step = _alignment(a)
     q, k, v = (t.shape[-1] for t in a.tensors)
     if q != k or q % step or v % step:
-        return f"heads that are no multiple of {step}"
+        return f"a head size that is not a multiple of {step}"
     offsets = [t.storage_offset() for t in a.tensors]
     skewed = a.arch.major >= 8 and any(isinstance(n, int) and n % step for n in offsets)
-    return f"storages that begin at no multiple of {step}" if skewed else None
+    return f"a storage offset that is not a multiple of {step}" if skewed else None
 
 
-def _formats_of_efficient(a: FunctionCall) -> str | None:
+def _efficient_formats(a: FunctionCall) -> str | None:
     formats = (torch.float32, *(_HALF if a.arch.major >= 8 else _HALF[:1]))
-    return None if a.query.dtype in formats else f"{_word(a.query.dtype)} on {a.arch}"
+    return None if a.query.dtype in formats else f"{_format_name(a.query.dtype)} on {a.arch}"
 
 
-_OF_EFFICIENT: tuple[Check, ...] = (
-    _enabled_efficient, _four_axes, _size_of_efficient, _last_axis, _all_heads, _formats_of_efficient,
+_EFFICIENT_CHECKS: tuple[Check, ...] = (
+    _enabled_efficient, _four_axes, _efficient_head_size, _last_axis, _all_heads, _efficient_formats,
 )  # fmt: skip
 
-_KERNELS = ((CUDNN, _OF_CUDNN), (FLASH, _OF_FLASH), (EFFICIENT, _OF_EFFICIENT))
+_KERNELS = ((CUDNN, _CUDNN_CHECKS), (FLASH, _FLASH_CHECKS), (EFFICIENT, _EFFICIENT_CHECKS))
 
 
-def choose(asked: FunctionCall) -> tuple[str, str]:
+def choose(call: FunctionCall) -> tuple[str, str]:
     """Return the first backend whose conditions are met, and why each earlier one was rejected."""
-    refused: list[str] = []
+    rejected: list[str] = []
     for name, checks in _KERNELS:
-        why = next((text for check in checks if (text := check(asked)) is not None), None)
+        why = next((text for check in checks if (text := check(call)) is not None), None)
         if why is None:
-            return name, "; ".join(refused) or f"the first in torch's order on {asked.arch}"
-        refused.append(f"not {name.partition(': ')[2]}: {why}")
-    return MATH, "; ".join(refused)
+            return name, "; ".join(rejected) or f"the first in torch's order on {call.arch}"
+        rejected.append(f"not {name.partition(': ')[2]}: {why}")
+    return MATH, "; ".join(rejected)
 
 
 # -- the call ----------------------------------------------------------------------------------------------------
@@ -487,7 +507,7 @@ def choose(asked: FunctionCall) -> tuple[str, str]:
 
 @rule(torch.nn.functional.scaled_dot_product_attention)
 def attend(
-    here: ProgramDevice,
+    device: ProgramDevice,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -498,21 +518,21 @@ def attend(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Call the selected backend."""
-    asked = FunctionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, here.arch)
-    name, why = choose(asked)
-    with here.by(name, why):
-        return _WAYS[name](asked, scale)
+    call = FunctionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, device.arch)
+    name, why = choose(call)
+    with device.by(name, why):
+        return _ATTENTION_BACKENDS[name](call, scale)
 
 
-def _added(mask: torch.Tensor | None, dtype: torch.dtype, hidden: float) -> torch.Tensor | None:
+def _additive_mask(mask: torch.Tensor | None, dtype: torch.dtype, masked_value: float) -> torch.Tensor | None:
     """Convert a boolean mask to an additive one: convert_boolean_attn_mask."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.where(mask, 0.0, torch.scalar_tensor(hidden, dtype=dtype))
+    return torch.where(mask, 0.0, torch.scalar_tensor(masked_value, dtype=dtype))
 
 
 def _by_cudnn(a: FunctionCall, scale: float | None) -> torch.Tensor:
-    mask = _added(a.mask, a.query.dtype, -65504.0)
+    mask = _additive_mask(a.mask, a.query.dtype, -65504.0)
     more = (mask, a.trains, a.dropout, a.causal, False)
     return _first(aten._scaled_dot_product_cudnn_attention(*a.tensors, *more, scale=scale))
 
@@ -522,12 +542,12 @@ def _by_flash(a: FunctionCall, scale: float | None) -> torch.Tensor:
     size = a.query.shape[-1]
     scale = size**-0.5 if scale is None else scale
     padded = [torch.nn.functional.pad(t, (0, -size % 8)) if size % 8 else t for t in a.tensors]
-    made = _first(aten._scaled_dot_product_flash_attention(*padded, a.dropout, a.causal, False, scale=scale))
-    return made[..., :size] if size % 8 else made
+    out = _first(aten._scaled_dot_product_flash_attention(*padded, a.dropout, a.causal, False, scale=scale))
+    return out[..., :size] if size % 8 else out
 
 
 def _by_efficient(a: FunctionCall, scale: float | None) -> torch.Tensor:
-    mask = _added(a.mask, a.query.dtype, float("-inf"))
+    mask = _additive_mask(a.mask, a.query.dtype, float("-inf"))
     if mask is not None:
         mask = _aligned(mask).expand(*a.query.shape[:3], a.key.shape[2])
     more = (mask, a.trains, a.dropout, a.causal)
@@ -542,22 +562,22 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(mask, (0, _MASK_ALIGNMENT - length % _MASK_ALIGNMENT))[..., :length]
 
 
-def _by_products(a: FunctionCall, scale: float | None) -> torch.Tensor:
-    mask = _added(a.mask, a.query.dtype, float("-inf"))
+def _by_math(a: FunctionCall, scale: float | None) -> torch.Tensor:
+    mask = _additive_mask(a.mask, a.query.dtype, float("-inf"))
     more = (mask, a.dropout, a.causal, None)
     return _first(aten._scaled_dot_product_attention_math(*a.tensors, *more, scale=scale, enable_gqa=a.grouped))
 
 
-def _first(made: Any) -> torch.Tensor:
-    out: torch.Tensor = made[0]
+def _first(outputs: Any) -> torch.Tensor:
+    out: torch.Tensor = outputs[0]
     return out
 
 
-_WAYS: dict[str, Callable[[FunctionCall, float | None], torch.Tensor]] = {
+_ATTENTION_BACKENDS: dict[str, Callable[[FunctionCall, float | None], torch.Tensor]] = {
     CUDNN: _by_cudnn,
     FLASH: _by_flash,
     EFFICIENT: _by_efficient,
-    MATH: _by_products,
+    MATH: _by_math,
 }
 
 
@@ -568,43 +588,43 @@ DROPOUT = source("dropout: one kernel", "aten/src/ATen/native/Dropout.cpp, is_fu
 SOFTMAX = source("softmax: to fp32 in the kernel", "aten/src/ATen/native/SoftMax.cpp, softmax, log_softmax")
 BATCH_NORM = source("batch norm: cuDNN", "aten/src/ATen/native/Normalization.cpp, _batch_norm_impl_index")
 RMS_NORM = source("RMS norm: one kernel", "aten/src/ATen/native/layer_norm.cpp, rms_norm_symint")
-_MOST_IN_TRAINING, _MOST_IN_INFERENCE, _MOST_ELEMENTS = 880801, 65535, 2**31 - 1
+_MAX_BATCH_IN_TRAINING, _MAX_BATCH_IN_INFERENCE, _MAX_ELEMENTS = 880801, 65535, 2**31 - 1
 
 
 @rule(torch.dropout)
-def dropout(here: ProgramDevice, input: torch.Tensor, p: float, train: bool) -> torch.Tensor | None:
+def dropout(device: ProgramDevice, input: torch.Tensor, p: float, train: bool) -> torch.Tensor | None:
     """Call the fused dropout kernel, which saves the mask."""
     if not train or not 0 < p < 1:
         return None
-    with here.by(DROPOUT, f"p = {p} in training"):
-        made: torch.Tensor = aten.native_dropout(input, p, train)[0]
-    return made
+    with device.by(DROPOUT, f"p = {p} in training"):
+        out: torch.Tensor = aten.native_dropout(input, p, train)[0]
+    return out
 
 
 @rule(torch.softmax, torch.Tensor.softmax)
 def softmax(
-    here: ProgramDevice, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None
+    device: ProgramDevice, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:
     """Cast fp16 to fp32 inside the kernel."""
-    return _widening(here, aten._softmax, input, dim, dtype)
+    return _softmax_to_fp32(device, aten._softmax, input, dim, dtype)
 
 
 @rule(torch.log_softmax, torch.Tensor.log_softmax)
 def log_softmax(
-    here: ProgramDevice, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None
+    device: ProgramDevice, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:
     """Cast fp16 to fp32 inside the kernel."""
-    return _widening(here, aten._log_softmax, input, dim, dtype)
+    return _softmax_to_fp32(device, aten._log_softmax, input, dim, dtype)
 
 
-def _widening(
-    here: ProgramDevice, kernel: Any, x: torch.Tensor, dim: Any, dtype: torch.dtype | None
+def _softmax_to_fp32(
+    device: ProgramDevice, kernel: Any, x: torch.Tensor, dim: Any, dtype: torch.dtype | None
 ) -> torch.Tensor | None:
     if x.dtype != torch.float16 or dtype != torch.float32 or not isinstance(dim, int):
         return None
-    with here.by(SOFTMAX, "fp16 in, fp32 out"):
-        made: torch.Tensor = kernel(x, dim, True)
-    return made
+    with device.by(SOFTMAX, "fp16 in, fp32 out"):
+        out: torch.Tensor = kernel(x, dim, True)
+    return out
 
 
 # -- batch norm --------------------------------------------------------------------------------------------------
@@ -612,7 +632,7 @@ def _widening(
 
 @rule(torch.batch_norm)
 def batch_norm(
-    here: ProgramDevice,
+    device: ProgramDevice,
     input: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -631,15 +651,15 @@ def batch_norm(
     formats = input.dtype, weight.dtype
     if torch.bfloat16 in formats or (formats[0] == torch.float16 and formats[1] != torch.float32):
         return None
-    most = _MOST_IN_TRAINING if training else _MOST_IN_INFERENCE
-    if not (input.shape[0] <= most and input.numel() < _MOST_ELEMENTS):
+    limit = _MAX_BATCH_IN_TRAINING if training else _MAX_BATCH_IN_INFERENCE
+    if not (input.shape[0] <= limit and input.numel() < _MAX_ELEMENTS):
         return None
     dense = input.contiguous(memory_format=torch._prims_common.suggest_memory_format(input))
-    with here.by(BATCH_NORM, f"{input.ndim} axes of {str(input.dtype).removeprefix('torch.')}"):
-        made: torch.Tensor = aten.cudnn_batch_norm(
+    with device.by(BATCH_NORM, f"{input.ndim} axes of {str(input.dtype).removeprefix('torch.')}"):
+        out: torch.Tensor = aten.cudnn_batch_norm(
             dense, weight, bias, running_mean, running_var, training, momentum, eps
         )[0]
-    return made
+    return out
 
 
 # -- RMS norm ----------------------------------------------------------------------------------------------------
@@ -652,10 +672,10 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, shape: Sequence[int], eps: Any) -> torch.Tensor:
         """Normalize, and save the reciprocal root mean square of each row."""
         with torch._C._AutoDispatchBelowAutograd():
-            made, scale = aten._fused_rms_norm(x, list(shape), weight, eps)
+            normalized, scale = aten._fused_rms_norm(x, list(shape), weight, eps)
         ctx.save_for_backward(x, weight, scale)
         ctx.shape = shape
-        out: torch.Tensor = made
+        out: torch.Tensor = normalized
         return out
 
     @staticmethod
@@ -671,7 +691,7 @@ class _RmsNorm(torch.autograd.Function):
 
 @rule(torch.rms_norm)
 def rms_norm(
-    here: ProgramDevice,
+    device: ProgramDevice,
     input: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
@@ -680,9 +700,9 @@ def rms_norm(
     """Call the fused kernel if the weight has the operand's dtype."""
     if weight is not None and weight.dtype != input.dtype:
         return None
-    with here.by(RMS_NORM, "a scale in the format of the operand" if weight is not None else "no scale"):
-        made: torch.Tensor = _RmsNorm.apply(input, weight, normalized_shape, eps)  # type: ignore[no-untyped-call]
-    return made
+    with device.by(RMS_NORM, "a scale in the format of the operand" if weight is not None else "no scale"):
+        out: torch.Tensor = _RmsNorm.apply(input, weight, normalized_shape, eps)  # type: ignore[no-untyped-call]
+    return out
 
 
 # -- recurrent layers --------------------------------------------------------------------------------------------------
@@ -698,51 +718,51 @@ _RELU, _TANH, _LSTM, _GRU = range(4)
 
 
 def _cudnn_layers(
-    here: ProgramDevice,
+    device: ProgramDevice,
     mode: int,
     x: Any,
     state: Any,
-    memory: Any,
+    cell: Any,
     weights: Sequence[torch.Tensor],
     flags: Sequence[Any],
 ) -> Any:
     if x.dtype not in _FORMATS or not torch.backends.cudnn.enabled:
-        raise UnsupportedError(f"a recurrent layer of {x.dtype}, expected one that cuDNN takes: fp32, fp16 or fp64")
-    biased, count, dropout, train, both, batch_first = flags
+        raise UnsupportedError(f"cuDNN has no recurrent layers in {x.dtype}; expected fp32, fp16 or fp64")
+    biased, count, dropout, train, bidirectional, batch_first = flags
     size, projected = state.shape[2], 0
-    if memory is not None and memory.shape[2] != size:
-        size, projected = memory.shape[2], size
-    each = (4 if biased else 2) + bool(projected)
+    if cell is not None and cell.shape[2] != size:
+        size, projected = cell.shape[2], size
+    per_layer = (4 if biased else 2) + bool(projected)
     # the weights are consecutive in memory, so cuDNN's weight buffer is not allocated separately
-    sizes: tuple[Any, ...] = (mode, size, projected, count, batch_first, dropout, train, both, [], None)
-    with here.by(LAYERS, f"{str(x.dtype).removeprefix('torch.')}"):
-        return aten._cudnn_rnn(x, list(weights), each, x.new_empty(0), state, memory, *sizes)[:3]
+    sizes: tuple[Any, ...] = (mode, size, projected, count, batch_first, dropout, train, bidirectional, [], None)
+    with device.by(LAYERS, f"{str(x.dtype).removeprefix('torch.')}"):
+        return aten._cudnn_rnn(x, list(weights), per_layer, x.new_empty(0), state, cell, *sizes)[:3]
 
 
 def _need_padded(has_biases: object) -> None:
     """Raise for a packed sequence."""
     if not isinstance(has_biases, bool):
-        raise UnsupportedError("a packed sequence, whose lengths are data, expected a padded batch")
+        raise UnsupportedError("the lengths of a packed sequence are data; expected a padded batch")
 
 
 @rule(torch.lstm)
-def lstm(here: ProgramDevice, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
+def lstm(device: ProgramDevice, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
     """Call cuDNN."""
     _need_padded(has_biases)
-    state, memory = hx
-    return tuple(_cudnn_layers(here, _LSTM, input, state, memory, params, (has_biases, *rest)))
+    state, cell = hx
+    return tuple(_cudnn_layers(device, _LSTM, input, state, cell, params, (has_biases, *rest)))
 
 
-def _of_one_state(mode: int) -> Callable[..., Any]:
-    def layers(here: ProgramDevice, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
+def _single_state_layers(mode: int) -> Callable[..., Any]:
+    def layers(device: ProgramDevice, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
         _need_padded(has_biases)
-        return tuple(_cudnn_layers(here, mode, input, hx, None, params, (has_biases, *rest))[:2])
+        return tuple(_cudnn_layers(device, mode, input, hx, None, params, (has_biases, *rest))[:2])
 
     return layers
 
 
 for _function, _mode in ((torch.rnn_relu, _RELU), (torch.rnn_tanh, _TANH), (torch.gru, _GRU)):
-    rule(_function)(_of_one_state(_mode))
+    rule(_function)(_single_state_layers(_mode))
 
 
 # -- cells -------------------------------------------------------------------------------------------------------
@@ -750,20 +770,22 @@ for _function, _mode in ((torch.rnn_relu, _RELU), (torch.rnn_tanh, _TANH), (torc
 
 @rule(torch.lstm_cell)
 def lstm_cell(
-    here: ProgramDevice, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
+    device: ProgramDevice, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
 ) -> Any:
     """Run both matmuls, then the fused cell with its biases."""
     h, c = hx
     gates = input @ w_ih.t(), h @ w_hh.t()
-    with here.by(CELL, "an LSTM's"):
+    with device.by(CELL, "an LSTM's"):
         return tuple(aten._thnn_fused_lstm_cell(*gates, c, b_ih, b_hh)[:2])
 
 
 @rule(torch.gru_cell)
-def gru_cell(here: ProgramDevice, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+def gru_cell(
+    device: ProgramDevice, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
+) -> Any:
     """Run both matmuls, then the fused cell with its biases."""
     gates = input @ w_ih.t(), hx @ w_hh.t()
-    with here.by(CELL, "a GRU's"):
+    with device.by(CELL, "a GRU's"):
         return aten._thnn_fused_gru_cell(*gates, hx, b_ih, b_hh)[0]
 
 
@@ -778,7 +800,7 @@ PROJECTED = source(
 
 @rule(torch._native_multi_head_attention)
 def attention(
-    here: ProgramDevice,
+    device: ProgramDevice,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -802,23 +824,23 @@ def attention(
         return x.view(x.shape[0], -1, num_head, size).transpose(1, 2)
 
     heads = by_heads(query)
-    name, why = choose(FunctionCall(heads, heads, heads, None, 0.0, False, False, here.arch))
+    name, why = choose(FunctionCall(heads, heads, heads, None, 0.0, False, False, device.arch))
     if name == MATH:
         return None
     del heads
-    with here.by(PROJECTED, f"{name.partition(': ')[2]}: {why}"):
+    with device.by(PROJECTED, f"{name.partition(': ')[2]}: {why}"):
         x = functional.linear(query, qkv_weight, qkv_bias)
-        made = attend(here, *map(by_heads, x.chunk(3, -1))).transpose(1, 2).reshape(x.shape[0], -1, embed_dim)
-        return functional.linear(made, proj_weight, proj_bias), None
+        context = attend(device, *map(by_heads, x.chunk(3, -1))).transpose(1, 2).reshape(x.shape[0], -1, embed_dim)
+        return functional.linear(context, proj_weight, proj_bias), None
 
 
 @rule(torch._transformer_encoder_layer_fwd)
-def layer(here: ProgramDevice, *args: Any, **kwargs: Any) -> torch.Tensor:
+def layer(device: ProgramDevice, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run an encoder layer with the attention above."""
 
-    def attended(*given: Any, **more: Any) -> Any:
-        made = attention(here, *given, **more)
-        return aten._native_multi_head_attention(*given, **more) if made is None else made
+    def attended(*inputs: Any, **options: Any) -> Any:
+        result = attention(device, *inputs, **options)
+        return aten._native_multi_head_attention(*inputs, **options) if result is None else result
 
     return encoder_layer(*args, **kwargs, attention=attended)
 
@@ -832,16 +854,16 @@ def layer(here: ProgramDevice, *args: Any, **kwargs: Any) -> torch.Tensor:
 KERNELS = frozenset({torch.ops.aten._fused_rms_norm.default})
 
 _HOST = torch.device("cpu")
-_SHOWN = torch.device("cuda", 0)
+_REPORTED = torch.device("cuda", 0)
 #: Device attributes of a tensor.
-_FACTS: dict[Any, Any] = {
-    torch.Tensor.device.__get__: _SHOWN,
+_DEVICE_ATTRIBUTES: dict[Any, Any] = {
+    torch.Tensor.device.__get__: _REPORTED,
     torch.Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]  # torch has no types for it
     torch.Tensor.is_cpu.__get__: False,  # type: ignore[attr-defined]  # torch has no types for it
     torch.Tensor.get_device: 0,
 }
 #: Checks for overridden torch functions, by module.
-_ASKING = (
+_OVERRIDE_CHECKS = (
     (functional, "has_torch_function"), (functional, "has_torch_function_unary"),
     (functional, "has_torch_function_variadic"), (torch._tensor, "has_torch_function_unary"),
     (torch.autograd, "has_torch_function"),
@@ -854,44 +876,44 @@ class OnCuda(TorchFunctionMode):
 
     unseen = True
 
-    def __init__(self, here: ProgramDevice) -> None:
+    def __init__(self, device: ProgramDevice) -> None:
         super().__init__()
-        self.here = here
-        self._again = False
+        self.device = device
+        self._reentered = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTS:
-            return _FACTS[func]
+        if func in _DEVICE_ATTRIBUTES:
+            return _DEVICE_ATTRIBUTES[func]
         if func is torch.Tensor.cuda:
             return args[0]
-        args = tuple(_below(a, func is torch.Tensor.to) for a in args)
-        kwargs = {k: _below(v, k == "device") for k, v in kwargs.items()}
+        args = tuple(_on_host(a, func is torch.Tensor.to) for a in args)
+        kwargs = {k: _on_host(v, k == "device") for k, v in kwargs.items()}
         if torch.is_autocast_enabled("cuda"):
             raise UnsupportedError(
-                'torch.autocast("cuda"), whose casts torch makes by the device of a tensor, expected a module in its '
-                "formats; trace the module in fp32 and cast the graph with apply_precision"
+                'torch.autocast("cuda") cannot be traced, since its casts depend on the device of each tensor; '
+                "trace the module in fp32 and cast the graph with apply_precision"
             )
-        found = RULES.get(func)
-        made = None if found is None else found(self.here, *args, **kwargs)
-        if made is not None:
-            return made
+        replacement = RULES.get(func)
+        result = None if replacement is None else replacement(self.device, *args, **kwargs)
+        if result is not None:
+            return result
         if func in _BACKWARD or _is_functional(func):
-            self._again = True  # the function checks for overrides, and would dispatch to this mode once more
+            self._reentered = True  # the function checks for overrides, and would dispatch to this mode once more
             with self:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def asking(self, plain: Callable[..., bool]) -> Callable[..., bool]:
+    def override_check(self, original: Callable[..., bool]) -> Callable[..., bool]:
         """Return an override check that is False for a function being called again under this mode."""
 
-        def asked(*tensors: Any) -> bool:
-            if self._again:
-                self._again = False
+        def has_override(*tensors: Any) -> bool:
+            if self._reentered:
+                self._reentered = False
                 return False
-            return plain(*tensors)
+            return original(*tensors)
 
-        return asked
+        return has_override
 
 
 #: Functions that may rerun the program, as recomputation does.
@@ -905,36 +927,36 @@ def _is_functional(func: Any) -> bool:
     return isinstance(func, FunctionType) and func.__module__ == functional.__name__
 
 
-def _device(plain: property) -> property:
+def _device(original: property) -> property:
     """Return the device property of fake tensors: CPU below the recorder, CUDA above."""
 
     def device(self: FakeTensor) -> Any:
-        assert plain.fget is not None
-        return plain.fget(self) if torch._C._is_torch_function_all_disabled() else _SHOWN
+        assert original.fget is not None
+        return original.fget(self) if torch._C._is_torch_function_all_disabled() else _REPORTED
 
     return property(device)
 
 
-def _below(value: Any, name: bool) -> Any:
+def _on_host(value: Any, name: bool) -> Any:
     """Return an argument with CUDA devices replaced by the CPU."""
     if isinstance(value, torch.device):
         return _HOST if value.type == "cuda" else value
     return _HOST if name and isinstance(value, str) and value.partition(":")[0] == "cuda" else value
 
 
-def _available(plain: Callable[[], bool]) -> Callable[[], bool]:
-    def asked() -> bool:
-        inside = sys._getframe(1).f_code.co_filename.startswith(_TENSORS_WITHOUT_DATA)
-        return plain() if inside else True
+def _available(original: Callable[[], bool]) -> Callable[[], bool]:
+    def is_available() -> bool:
+        from_torch = sys._getframe(1).f_code.co_filename.startswith(_TENSORS_WITHOUT_DATA)
+        return original() if from_torch else True
 
-    return asked
+    return is_available
 
 
 @contextmanager
-def on_cuda(here: ProgramDevice) -> Iterator[None]:
+def on_cuda(program_device: ProgramDevice) -> Iterator[None]:
     """Run a program as on a GPU."""
-    mode = OnCuda(here)
-    arch = here.arch
+    mode = OnCuda(program_device)
+    arch = program_device.arch
     answers: dict[str, Callable[..., Any]] = {
         "is_available": _available(torch.cuda.is_available),
         "is_bf16_supported": lambda including_emulation=True: including_emulation or arch.major >= 8,
@@ -945,8 +967,8 @@ def on_cuda(here: ProgramDevice) -> Iterator[None]:
     with ExitStack() as replaced:
         for name, answer in answers.items():
             replaced.enter_context(patch.object(torch.cuda, name, answer))
-        for place, name in _ASKING:
-            replaced.enter_context(patch.object(place, name, mode.asking(getattr(place, name))))
+        for module, name in _OVERRIDE_CHECKS:
+            replaced.enter_context(patch.object(module, name, mode.override_check(getattr(module, name))))
         replaced.enter_context(patch.object(FakeTensor, "device", _device(vars(FakeTensor)["device"])))
         # optimizers use foreach ops only if all tensors are plain CUDA tensors
         kinds = [*optimizers._foreach_supported_types, FakeTensor]

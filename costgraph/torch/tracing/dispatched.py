@@ -64,9 +64,9 @@ def dispatched(graph: Graph) -> list[Dispatched]:
     attention: math (not cuDNN: sm_75; not flash: sm_75; not efficient: bfloat16 on sm_75)
     """
     need_graph("dispatched", graph)
-    called = ((op, op.call) for op in graph.walk())
+    calls = ((op, op.call) for op in graph.walk())
     return [
         Dispatched(op.name, call.target, call.rule, call.why, SOURCES.get(call.rule, ""))
-        for op, call in called
+        for op, call in calls
         if call is not None and call.rule
     ]

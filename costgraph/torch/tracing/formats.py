@@ -42,7 +42,7 @@ class Formats:
     recorder: Recorder
     calls: list[tuple[str, torch.dtype | None]] = field(default_factory=list)
     """each call that states a format, and the dtype of its result"""
-    asked: list[tuple[int, FormatAssertion]] = field(default_factory=list)
+    casts: list[tuple[int, FormatAssertion]] = field(default_factory=list)
     """recorded casts, with the index of their call"""
     replaced: bool = False
     """whether a function was replaced, since it does not accept symbolic sizes"""
@@ -52,30 +52,30 @@ class Formats:
         if func in _CASTS:
             return self._cast(func, args, kwargs)
         if func in _CASTING:
-            wanted = next((v for v in (*args[1:], *kwargs.values()) if isinstance(v, torch.dtype)), None)
-            if wanted is not None and args and args[0].is_floating_point():
-                args = (self._taken(func, args[0], wanted), *args[1:])
+            dtype = next((v for v in (*args[1:], *kwargs.values()) if isinstance(v, torch.dtype)), None)
+            if dtype is not None and args and args[0].is_floating_point():
+                args = (self._record_cast(func, args[0], dtype), *args[1:])
             return func(*args, **kwargs)
-        made = func(*args, **kwargs)
-        if isinstance(made, Tensor) and made.is_floating_point() and not _reads_floats(args, kwargs):
-            self._made(func, made)
-        return made
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out.is_floating_point() and not _reads_floats(args, kwargs):
+            self._record_new(func, out)
+        return out
 
     def _cast(self, func: Any, args: Any, kwargs: Any) -> Any:
-        made = func(*args, **kwargs)
+        out = func(*args, **kwargs)
         x = args[0]
         if func in (Tensor.to, Tensor.type) and not _states(args[1:], kwargs):
-            return made
+            return out
         if not x.is_floating_point():
-            self._made(func, made)
-            return made
-        return self._taken(func, x, made.dtype) if made is x else self._noted(func, made)
+            self._record_new(func, out)
+            return out
+        return self._record_cast(func, x, out.dtype) if out is x else self._record_call(func, out)
 
-    def _noted(self, func: Any, made: Any) -> Any:
-        self.calls.append((func.__name__, made.dtype if isinstance(made, Tensor) else None))
-        return made
+    def _record_call(self, func: Any, out: Any) -> Any:
+        self.calls.append((func.__name__, out.dtype if isinstance(out, Tensor) else None))
+        return out
 
-    def _taken(self, func: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def _record_cast(self, func: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Record a cast to `dtype`; a no-op cast returns a separate tensor of the same layout.
 
         Tensors with a gradient are returned as they are, since a separate tensor would have none. So are the parameters
@@ -86,43 +86,45 @@ class Formats:
             return x
         if _converts_a_module():
             return x
-        made = self._apart(x)
-        self.asked.append((len(self.calls) - 1, self.recorder.stated(x, made)))
-        return made
+        separate = self._separate_storage(x)
+        self.casts.append((len(self.calls) - 1, self.recorder.record_cast(x, separate)))
+        return separate
 
-    def _apart(self, x: Tensor) -> Tensor:
+    def _separate_storage(self, x: Tensor) -> Tensor:
         """Return a tensor of the same layout in a storage of its own."""
-        start = x.storage_offset()
-        least = start + sum(((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)), start=1)
+        offset = x.storage_offset()
+        numel = offset + sum(((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)), start=1)
         with self.recorder.pausing():
-            made = x.new_empty([least]).as_strided(x.shape, x.stride(), start)
-        self.recorder.data.note(torch.ops.aten.clone.default, (x,), {}, made)
-        return made
+            out = x.new_empty([numel]).as_strided(x.shape, x.stride(), offset)
+        self.recorder.data.note(torch.ops.aten.clone.default, (x,), {}, out)
+        return out
 
-    def _made(self, func: Any, made: Tensor) -> None:
-        self._noted(func, made)
-        if made.dtype == _WIDE and not _is_empty(made):
-            self.asked.append((len(self.calls) - 1, self.recorder.stated(made, made)))
+    def _record_new(self, func: Any, out: Tensor) -> None:
+        self._record_call(func, out)
+        if out.dtype == _WIDE and not _is_empty(out):
+            self.casts.append((len(self.calls) - 1, self.recorder.record_cast(out, out)))
 
     def settle(self, other: Formats) -> bool:
         """Decide which casts have a fixed format, by the run in another one; return False if its calls differ."""
         if [name for name, _ in self.calls] != [name for name, _ in other.calls]:
             return False
-        for number, event in self.asked:
+        for number, event in self.casts:
             event.fixed = other.calls[number][1] == _WIDE
         return True
 
 
-def narrowed(held: Iterable[Tensor], arguments: Mapping[str, object]) -> dict[str, object]:
+def narrowed(tensors: Iterable[Tensor], arguments: Mapping[str, object]) -> dict[str, object]:
     """Convert fake tensors to the other format in place; return the converted arguments."""
 
     def narrow(value: Any) -> Any:
         return value.to(_NARROW) if isinstance(value, Tensor) and value.dtype == _WIDE else value
 
-    for t in held:
-        other = narrow(t)
-        if other is not t:
-            swap(t, nn.Parameter(other, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else other)
+    for t in tensors:
+        converted = narrow(t)
+        if converted is not t:
+            swap(
+                t, nn.Parameter(converted, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else converted
+            )
     return {name: narrow(value) for name, value in arguments.items()}
 
 

@@ -29,8 +29,8 @@ __all__ = [
 def _view(x: FakeTensor, function: Callable[..., Any], *args: Any) -> FakeTensor:
     """Return a view of a fake tensor, computed on its meta tensor."""
     with in_kernel_invocation_manager(x.fake_mode):
-        made = function(x, *args)
-    return FakeTensor(x.fake_mode, made, x.fake_device)
+        meta = function(x, *args)
+    return FakeTensor(x.fake_mode, meta, x.fake_device)
 
 
 def _without_data(x: Any) -> TypeGuard[FakeTensor]:
@@ -64,16 +64,16 @@ def expanded(x: torch.Tensor, sizes: Sequence[Any], **kwargs: Any) -> Any:
     """Expand axes of size 1."""
     if not _without_data(x):
         return torch.ops.aten.expand.default(x, sizes, **kwargs)
-    new = len(sizes) - x.ndim
+    added_axes = len(sizes) - x.ndim
     out: list[tuple[Any, Any]] = []
     for i in range(len(sizes) - 1, -1, -1):
         after, step = out[-1] if out else (1, 1)
-        size, stride = (x.shape[i - new], x.stride()[i - new]) if i >= new else (1, after * step)
-        wanted = size if isinstance(sizes[i], int) and sizes[i] == -1 else sizes[i]
-        repeated = isinstance(size, int) and size == 1 and not (isinstance(wanted, int) and wanted == 1)
-        if not repeated and wanted != size:
+        size, stride = (x.shape[i - added_axes], x.stride()[i - added_axes]) if i >= added_axes else (1, after * step)
+        target = size if isinstance(sizes[i], int) and sizes[i] == -1 else sizes[i]
+        repeated = isinstance(size, int) and size == 1 and not (isinstance(target, int) and target == 1)
+        if not repeated and target != size:
             return torch.ops.aten.expand.default(x, sizes, **kwargs)
-        out.append((wanted, 0 if repeated else stride))
+        out.append((target, 0 if repeated else stride))
     shape, strides = zip(*reversed(out), strict=True) if out else ((), ())
     return _view(x, torch.ops.aten.as_strided.default, list(shape), list(strides), x.storage_offset())
 
@@ -105,58 +105,58 @@ def _like(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
 
 
-def _resampled(x: torch.Tensor, sizes: Sequence[Any], *rest: Any) -> torch.Tensor:
+def _interpolation(x: torch.Tensor, sizes: Sequence[Any], *rest: Any) -> torch.Tensor:
     """Return the result of an interpolation, whose fake-tensor decomposition requires concrete sizes."""
     return _like(x, [*x.shape[:2], *sizes])
 
 
-def _resampled_back(grad: torch.Tensor, sizes: Sequence[Any], before: Sequence[Any], *rest: Any) -> torch.Tensor:
-    return _like(grad, before)
-
-
-def _product_and_sum(
-    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+def _interpolation_backward(
+    grad: torch.Tensor, sizes: Sequence[Any], input_size: Sequence[Any], *rest: Any
 ) -> torch.Tensor:
+    return _like(grad, input_size)
+
+
+def _baddbmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
     """Return the result of `baddbmm`; fake tensors would specialize sizes to broadcast the first operand."""
     if a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
         aten.baddbmm.default(x, a, b, beta=beta, alpha=alpha)  # raises the error
     return a.new_empty([a.shape[0], a.shape[1], b.shape[2]])
 
 
-def _recurrent(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor, *rest: Any) -> Any:
+def _lstm_layer(x: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor, *rest: Any) -> Any:
     """Return the results of an LSTM layer with its saved tensor, which fake tensors leave empty."""
-    *made, saved = aten.mkldnn_rnn_layer.default(x, weight, before, *rest)
+    *outputs, saved = aten.mkldnn_rnn_layer.default(x, weight, hidden, *rest)
     if torch.is_grad_enabled():
-        layer = Lstm(x.shape[0], x.shape[1], weight.shape[1], before.shape[1], x.element_size())
+        layer = Lstm(x.shape[0], x.shape[1], weight.shape[1], hidden.shape[1], x.element_size())
         saved = saved.new_empty([layer.saved(lambda n: (n + PAGE - 1) // PAGE * PAGE)])
-    return (*made, saved)
+    return (*outputs, saved)
 
 
-def _recurrent_backward(*args: Any) -> Any:
+def _lstm_layer_backward(*args: Any) -> Any:
     """Return one tensor as the gradient of both biases, as the kernel does; fake tensors do so only the first time."""
-    made = list(aten.mkldnn_rnn_layer_backward.default(*args))
-    made[4] = made[3]
-    return tuple(made)
+    grads = list(aten.mkldnn_rnn_layer_backward.default(*args))
+    grads[4] = grads[3]
+    return tuple(grads)
 
 
-def _aligned(func: Any) -> Callable[..., Any]:
+def _with_broadcast_operands(func: Any) -> Callable[..., Any]:
     """Expand operands to a common shape first; fake tensors would specialize sizes to broadcast them."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         shapes = (a.shape for a in args if isinstance(a, torch.Tensor))
         shape = torch._refs._broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]  # torch has no types for it
-        same = (expanded(a, shape) if isinstance(a, torch.Tensor) and a.shape != shape else a for a in args)
-        return func(*same, **kwargs)
+        broadcast_args = (expanded(a, shape) if isinstance(a, torch.Tensor) and a.shape != shape else a for a in args)
+        return func(*broadcast_args, **kwargs)
 
     return run
 
 
-def _as_large(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _like_input(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Return the result of an elementwise op, whose fake-tensor implementation specializes sizes."""
     return torch.empty_like(x)
 
 
-def _unasked(func: Any) -> Callable[..., Any]:
+def _without_guards(func: Any) -> Callable[..., Any]:
     """Suppress guards of an op: its choice of kernel affects no shape."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -178,23 +178,29 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     **{op: direct(op) for op in (aten.detach.default, aten.alias.default)},
     aten._grouped_mm.default: _grouped_mm,
     aten.constant_pad_nd.default: _constant_pad,
-    aten.baddbmm.default: _product_and_sum,
-    **{op: _aligned(op) for op in (aten.addcmul.default, aten.addcdiv.default, aten.lerp.Scalar, aten.lerp.Tensor)},
-    **{op: _aligned(op) for op in (aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor)},
-    **dict.fromkeys((aten.hardshrink.default, aten.hardshrink_backward.default), _as_large),
-    **dict.fromkeys((aten.softshrink.default, aten.softshrink_backward.default), _as_large),
-    aten.mkldnn_rnn_layer.default: _recurrent,
-    aten.mkldnn_rnn_layer_backward.default: _recurrent_backward,
-    aten.upsample_linear1d.default: _resampled,
-    aten.upsample_bilinear2d.default: _resampled,
-    aten.upsample_bicubic2d.default: _resampled,
-    aten.upsample_trilinear3d.default: _resampled,
-    aten.upsample_linear1d_backward.default: _resampled_back,
-    aten.upsample_nearest1d_backward.default: _resampled_back,
-    aten._upsample_nearest_exact1d_backward.default: _resampled_back,
-    aten.upsample_bilinear2d_backward.default: _resampled_back,
-    aten.upsample_bicubic2d_backward.default: _resampled_back,
-    aten.upsample_trilinear3d_backward.default: _resampled_back,
-    aten.convolution.default: _unasked(aten.convolution.default),
-    aten.convolution_backward.default: _unasked(aten.convolution_backward.default),
+    aten.baddbmm.default: _baddbmm,
+    **{
+        op: _with_broadcast_operands(op)
+        for op in (aten.addcmul.default, aten.addcdiv.default, aten.lerp.Scalar, aten.lerp.Tensor)
+    },
+    **{
+        op: _with_broadcast_operands(op)
+        for op in (aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor)
+    },
+    **dict.fromkeys((aten.hardshrink.default, aten.hardshrink_backward.default), _like_input),
+    **dict.fromkeys((aten.softshrink.default, aten.softshrink_backward.default), _like_input),
+    aten.mkldnn_rnn_layer.default: _lstm_layer,
+    aten.mkldnn_rnn_layer_backward.default: _lstm_layer_backward,
+    aten.upsample_linear1d.default: _interpolation,
+    aten.upsample_bilinear2d.default: _interpolation,
+    aten.upsample_bicubic2d.default: _interpolation,
+    aten.upsample_trilinear3d.default: _interpolation,
+    aten.upsample_linear1d_backward.default: _interpolation_backward,
+    aten.upsample_nearest1d_backward.default: _interpolation_backward,
+    aten._upsample_nearest_exact1d_backward.default: _interpolation_backward,
+    aten.upsample_bilinear2d_backward.default: _interpolation_backward,
+    aten.upsample_bicubic2d_backward.default: _interpolation_backward,
+    aten.upsample_trilinear3d_backward.default: _interpolation_backward,
+    aten.convolution.default: _without_guards(aten.convolution.default),
+    aten.convolution_backward.default: _without_guards(aten.convolution_backward.default),
 }

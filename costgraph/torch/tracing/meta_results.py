@@ -31,7 +31,7 @@ def _broadcast(*shapes: Sequence[Any]) -> Sequence[Any]:
 # -- Fourier transforms ------------------------------------------------------------------------------------------
 
 
-def _transformed(x: torch.Tensor, sizes: Sequence[Any], axes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _transform_result(x: torch.Tensor, sizes: Sequence[Any], axes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return the result of a transform: other axes are outermost in memory, in their original order.
 
     `_exec_fft` in aten/src/ATen/native/mkl/SpectralOps.cpp.
@@ -43,30 +43,30 @@ def _transformed(x: torch.Tensor, sizes: Sequence[Any], axes: Sequence[int], dty
     return dense.permute([order.index(a) for a in range(x.ndim)])
 
 
-def _sorted(x: torch.Tensor, axes: Sequence[int]) -> list[int]:
+def _axes_by_stride(x: torch.Tensor, axes: Sequence[int]) -> list[int]:
     return sorted(axes, key=lambda a: -hint(x.stride()[a]))
 
 
 def _complex_transform(x: torch.Tensor, dim: Sequence[int], normalization: int, forward: bool) -> torch.Tensor:
-    return _transformed(x, x.shape, _sorted(x, dim), x.dtype) if dim else x.clone()
+    return _transform_result(x, x.shape, _axes_by_stride(x, dim), x.dtype) if dim else x.clone()
 
 
 def _real_to_complex(x: torch.Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> torch.Tensor:
     sizes = list(x.shape)
     if onesided:
         sizes[dim[-1]] = sizes[dim[-1]] // 2 + 1
-    return _transformed(x, sizes, [*_sorted(x, dim[:-1]), dim[-1]], x.dtype.to_complex())
+    return _transform_result(x, sizes, [*_axes_by_stride(x, dim[:-1]), dim[-1]], x.dtype.to_complex())
 
 
 def _complex_to_real(x: torch.Tensor, dim: Sequence[int], normalization: int, last_dim_size: Any) -> torch.Tensor:
     """Return a real result; all axes but the last are transformed first, into a temporary."""
     sizes = list(x.shape)
     sizes[dim[-1]] = last_dim_size
-    before = _complex_transform(x, dim[:-1], 0, False) if len(dim) > 1 else x
-    return _transformed(before, sizes, dim[-1:], x.dtype.to_real())
+    partial = _complex_transform(x, dim[:-1], 0, False) if len(dim) > 1 else x
+    return _transform_result(partial, sizes, dim[-1:], x.dtype.to_real())
 
 
-def _parts(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _complex_from_parts(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Combine two real tensors into a complex one with the layout of a binary elementwise op."""
     return torch.empty_like(torch.add(x, y), dtype=x.dtype.to_complex())
 
@@ -74,7 +74,7 @@ def _parts(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 # -- linear algebra ----------------------------------------------------------------------------------------------
 
 
-def _triangular(
+def _solve_triangular(
     a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> torch.Tensor:
     """Return the solution: broadcast right-hand sides, column-major."""
@@ -86,30 +86,30 @@ def _triangular(
 # -- im2col ------------------------------------------------------------------------------------------------------
 
 
-def _columns(
+def _im2col(
     x: torch.Tensor, window: Sequence[Any], dilation: Sequence[Any], padding: Sequence[Any], stride: Sequence[Any]
 ) -> torch.Tensor:
     """Return the elements of each window, one column per window position."""
-    places: Any = 1
+    positions: Any = 1
     for n, k, d, p, s in zip(x.shape[-2:], window, dilation, padding, stride, strict=True):
-        places = places * ((n + 2 * p - d * (k - 1) - 1) // s + 1)
-    return x.new_empty([*x.shape[:-3], x.shape[-3] * window[0] * window[1], places])
+        positions = positions * ((n + 2 * p - d * (k - 1) - 1) // s + 1)
+    return x.new_empty([*x.shape[:-3], x.shape[-3] * window[0] * window[1], positions])
 
 
-def _images(x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], *rest: Any) -> torch.Tensor:
+def _col2im(x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], *rest: Any) -> torch.Tensor:
     """Return the image summed from columns, in a storage large enough for the columns.
 
     `col2im_out_cpu_template` in aten/src/ATen/native/Col2Im.cpp resizes a tensor like the columns.
     """
     image = x.new_empty([*x.shape[:-2], x.shape[-2] // (window[0] * window[1]), *sizes])
-    larger = torch.sym_max(x.numel(), image.numel())  # type: ignore[no-untyped-call]  # torch has no types for it
-    return x.new_empty([larger]).as_strided(image.shape, image.stride())
+    storage_numel = torch.sym_max(x.numel(), image.numel())  # type: ignore[no-untyped-call]  # torch has no types for it
+    return x.new_empty([storage_numel]).as_strided(image.shape, image.stride())
 
 
 # -- constants ---------------------------------------------------------------------------------------------------
 
 
-def _number(func: Any) -> Callable[..., Any]:
+def _constant_constructor(func: Any) -> Callable[..., Any]:
     """Keep the value of a scalar tensor created from literals, as `torch.tensor` does.
 
     Optimizers read such scalars from their state.
@@ -119,7 +119,7 @@ def _number(func: Any) -> Callable[..., Any]:
         out = func(*args, **kwargs)
         if isinstance(out, FakeTensor) and not out.ndim and not _symbolic(args):
             with unset_fake_temporarily():
-                _keep(out, func(*args, **kwargs))
+                _set_constant(out, func(*args, **kwargs))
         return out
 
     return run
@@ -129,24 +129,24 @@ def _symbolic(args: Sequence[Any]) -> bool:
     return any(isinstance(a, torch.SymInt | torch.SymFloat | torch.SymBool) for a in args)
 
 
-def _keep(out: FakeTensor, value: torch.Tensor) -> None:
+def _set_constant(out: FakeTensor, value: torch.Tensor) -> None:
     out.constant = value
     out.fake_mode.fake_tensor_converter.add_constant_storage_mapping(out)
 
 
-def _copied(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     value = source.constant if isinstance(source, FakeTensor) else None
     aten.copy_.default(x, source, non_blocking)
     if value is not None and isinstance(x, FakeTensor) and not x.ndim:
         with unset_fake_temporarily():
-            _keep(x, value.to(x.dtype, copy=True))
+            _set_constant(x, value.to(x.dtype, copy=True))
     return x
 
 
 # -- losses ------------------------------------------------------------------------------------------------------
 
 
-def _shrunk(func: Any) -> Callable[..., Any]:
+def _in_elementwise_storage(func: Any) -> Callable[..., Any]:
     """Give a reduced loss the storage of its elementwise loss: torch resizes the result, which frees nothing.
 
     `mse_loss` and `smooth_l1_loss` in aten/src/ATen/native/BinaryOps.cpp, the others in Loss.cpp.
@@ -162,12 +162,12 @@ def _shrunk(func: Any) -> Callable[..., Any]:
 # -- masks -------------------------------------------------------------------------------------------------------
 
 
-def _scattered(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Return a copy with the broadcast shape."""
     return x.new_empty(_broadcast(x.shape, mask.shape))
 
 
-def _one_bool(x: torch.Tensor) -> torch.Tensor:
+def _bool_scalar(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((), dtype=torch.bool)
 
 
@@ -176,18 +176,19 @@ RESULTS: dict[Any, Callable[..., Any]] = {
     aten._fft_c2c.default: _complex_transform,
     aten._fft_r2c.default: _real_to_complex,
     aten._fft_c2r.default: _complex_to_real,
-    aten.complex.default: _parts,
-    aten.polar.default: _parts,
-    aten.linalg_solve_triangular.default: _triangular,
-    aten.im2col.default: _columns,
-    aten.col2im.default: _images,
-    aten.masked_scatter.default: _scattered,
+    aten.complex.default: _complex_from_parts,
+    aten.polar.default: _complex_from_parts,
+    aten.linalg_solve_triangular.default: _solve_triangular,
+    aten.im2col.default: _im2col,
+    aten.col2im.default: _col2im,
+    aten.masked_scatter.default: _masked_scatter,
     **{
-        op: _number(op) for op in (aten.ones.default, aten.zeros.default, aten.full.default, aten.scalar_tensor.default)
+        op: _constant_constructor(op)
+        for op in (aten.ones.default, aten.zeros.default, aten.full.default, aten.scalar_tensor.default)
     },
-    aten.copy_.default: _copied,
+    aten.copy_.default: _copy,
     **{
-        op: _shrunk(op)
+        op: _in_elementwise_storage(op)
         for op in (
             aten.mse_loss.default,
             aten.smooth_l1_loss.default,
@@ -195,6 +196,6 @@ RESULTS: dict[Any, Callable[..., Any]] = {
             aten.binary_cross_entropy.default,
         )
     },
-    aten._is_all_true.default: _one_bool,
-    aten._is_any_true.default: _one_bool,
+    aten._is_all_true.default: _bool_scalar,
+    aten._is_any_true.default: _bool_scalar,
 }

@@ -14,10 +14,10 @@ __all__ = ["PAGE", "Lstm"]
 
 PAGE = 4096
 #: Bytes for weight and bias pointer tables and for padding to the first page, in training and in inference.
-_TABLES, _TABLES_OF_INFERENCE = 4664, 4872
+_TABLES, _INFERENCE_TABLES = 4664, 4872
 _GATES = 4
 # block width of packed weights, and the batch size from which input matmuls run step by step
-_BLOCK, _MANY = 16, 128
+_BLOCK, _STEPWISE_BATCH = 16, 128
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,22 @@ class Lstm:
 
     def _states(self) -> tuple[Any, Any]:
         """Return the bytes for all hidden states, including the layer below, and for all cell states."""
-        places = 2 * (self.steps + 1) * self.batch
-        return places * self._row(max(self.inner, self.size)), places * self.size * 4
+        count = 2 * (self.steps + 1) * self.batch
+        return count * self._row(max(self.inner, self.size)), count * self.size * 4
 
     def saved(self, pages: Callable[[Any], Any]) -> Any:
         """Return the bytes saved by the forward pass: gates, states, and buffers for state gradients."""
-        places = self.steps * self.batch
+        rows = self.steps * self.batch
         outputs, memory = self._states()
-        parts = (places * self._gates, places * self._row(self.size), outputs, memory, outputs, outputs, memory)
+        parts = (rows * self._gates, rows * self._row(self.size), outputs, memory, outputs, outputs, memory)
         return sum(map(pages, parts))
 
-    def _scratch(self, places: Any, pages: Callable[[Any], Any]) -> Any:
-        return pages(places * self._gates) + 2 * pages(self.batch * self._row(self.size)) + _TABLES
+    def _scratch(self, rows: Any, pages: Callable[[Any], Any]) -> Any:
+        return pages(rows * self._gates) + 2 * pages(self.batch * self._row(self.size)) + _TABLES
 
     def forward(self, pages: Callable[[Any], Any]) -> Any:
         """Return the training forward pass's workspace: transposed weights, and the gates for all steps."""
-        merged = not isinstance(self.batch, int) or self.batch < _MANY
+        merged = not isinstance(self.batch, int) or self.batch < _STEPWISE_BATCH
         weights = (self.inner + self.size) * self._gates
         return weights + self._scratch(self.steps * self.batch if merged else self.batch, pages)
 
@@ -68,9 +68,9 @@ class Lstm:
         """Return the inference workspace: packed weights, states for all steps, gates for one step."""
         padded = -(-self.size // _BLOCK) * _BLOCK
         weights = (self.inner + self.size) * _GATES * padded * self.bytes
-        places = self.steps if isinstance(self.batch, int) and self.batch == 1 else self.batch
-        parts = (*self._states(), places * self._gates, self.batch * self._row(self.size))
-        return weights + sum(map(pages, parts)) + _TABLES_OF_INFERENCE
+        rows = self.steps if isinstance(self.batch, int) and self.batch == 1 else self.batch
+        parts = (*self._states(), rows * self._gates, self.batch * self._row(self.size))
+        return weights + sum(map(pages, parts)) + _INFERENCE_TABLES
 
     def backward(self, pages: Callable[[Any], Any]) -> Any:
         """Return the workspace of the backward pass: padded weights, their gradients, and scratch buffers."""

@@ -54,12 +54,12 @@ __all__ = [
     "LoopIteration",
     "Leaves",
     "JOINS",
-    "joined",
+    "record_join",
     "ListPosition",
     "handles",
     "is_listed",
     "one_by_one",
-    "places",
+    "list_positions",
     "tags_of",
     "Recorder",
     "backward_passes",
@@ -88,14 +88,14 @@ class Barrier(NamedTuple):
 NONE = Barrier()
 
 
-def is_unseen(made: Iterable[Any], stopped: bool | None) -> bool:
+def is_unseen(results: Iterable[Any], grad_off: bool | None) -> bool:
     """Whether an in-place write is invisible to autograd.
 
     This holds wherever gradients are switched off. Elsewhere it holds for a tensor without a gradient, such as
-    `x.data`, which may alias one that has a gradient. `stopped` is None for a training step.
+    `x.data`, which may alias one that has a gradient. `grad_off` is None for a training step.
     """
-    marks = (t.__dict__.get(BARRIER) for t in made if isinstance(t, torch.Tensor))
-    return bool(stopped) or (stopped is False and NONE in marks)
+    marks = (t.__dict__.get(BARRIER) for t in results if isinstance(t, torch.Tensor))
+    return bool(grad_off) or (grad_off is False and NONE in marks)
 
 
 # -- scopes ------------------------------------------------------------------------------------------------------------
@@ -117,40 +117,40 @@ class Scopes:
     def __init__(self, module: nn.Module) -> None:
         self.paths = {id(m): path_of(name) for name, m in module.named_modules()}
         self.stack: list[str] = []
-        self.made: dict[int, str] = {}
+        self.node_scopes: dict[int, str] = {}
         """Scope that created each autograd node, by sequence number."""
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def tracking(self) -> Iterator[None]:
         """Follow module calls."""
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
+        pre_hook = register_module_forward_pre_hook(self._enter)
+        post_hook = register_module_forward_hook(self._leave, always_call=True)
         try:
             with warnings.catch_warnings():
                 # a compiled module warns that such hooks run twice; both have the same path
                 warnings.filterwarnings("ignore", message="Using `torch.compile")
                 yield
         finally:
-            before.remove()
-            after.remove()
+            pre_hook.remove()
+            post_hook.remove()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        inside = self.stack[-1] if self.stack else ""
-        self.stack.append(self.paths.get(id(module), f"{inside}/{type(module).__name__}".strip("/")))
+        parent = self.stack[-1] if self.stack else ""
+        self.stack.append(self.paths.get(id(module), f"{parent}/{type(module).__name__}".strip("/")))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.stack.pop()
 
-    def now(self) -> tuple[str, bool]:
+    def current(self) -> tuple[str, bool]:
         """Return the running op's scope, and whether it belongs to a recomputed forward pass."""
         node = torch._C._current_autograd_node()
-        again = node is not None and torch.is_grad_enabled()
+        recomputed = node is not None and torch.is_grad_enabled()
         if node is not None and not self.stack:
-            return self.made.get(node._sequence_nr(), ""), again
+            return self.node_scopes.get(node._sequence_nr(), ""), recomputed
         scope = self.stack[-1] if self.stack else ""
         if node is None and torch.is_grad_enabled():  # autograd creates the node just before the op itself runs
-            self.made[torch.autograd._get_sequence_nr() - 1] = scope
-        return scope, again
+            self.node_scopes[torch.autograd._get_sequence_nr() - 1] = scope
+        return scope, recomputed
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
@@ -231,8 +231,8 @@ class Release:
 class FormatAssertion:
     """A program casts a tensor to the format that it already has."""
 
-    of: Handle
-    made: Handle
+    operand: Handle
+    result: Handle
     """the cast's result: in a separate storage, as a real cast would allocate, or the same one"""
     scope: str
     phase: str
@@ -253,12 +253,12 @@ class JoinedTensor:
     """A `cat` or `stack` of per-iteration results from a loop, possibly with other tensors."""
 
     parts: tuple[Handle, ...]
-    made: Handle
+    result: Handle
     loop: int
     axis: int
     stacked: bool
     """whether each part is one position on a new axis"""
-    back: bool
+    reverse: bool
     """whether the last iteration's result comes first"""
     scope: str
     phase: str
@@ -290,28 +290,28 @@ class Leaves:
             if t.requires_grad and t._base is None:  # a view's flag follows from its base
                 cut = isinstance(t, nn.Parameter) or t.__dict__.get(BARRIER) == NONE
                 return Barrier(
-                    "a leaf of autograd (a parameter, its copy, `requires_grad_`) is made while the program runs",
+                    "an autograd leaf (a parameter, a copy of one, or `requires_grad_`) is created during the run",
                     leaf=True,
                     alone=not cut,
                 )
             return t.__dict__.get(BARRIER)
-        _, name, before, trained = self._declared[id(t)]
-        if t.requires_grad and handle != before:
-            return Barrier(f"parameter {name!r} gets other data while the program runs", leaf=True)
-        if t.requires_grad and not trained:
-            return Barrier(f"{name!r} begins to require a gradient while the program runs", leaf=True)
-        if trained and not t.requires_grad:
+        _, name, declared, was_trained = self._declared[id(t)]
+        if t.requires_grad and handle != declared:
+            return Barrier(f"the data of parameter {name!r} is replaced during the run", leaf=True)
+        if t.requires_grad and not was_trained:
+            return Barrier(f"{name!r} starts to require a gradient during the run", leaf=True)
+        if was_trained and not t.requires_grad:
             return NONE  # frozen from here on
         return None if t.requires_grad else t.__dict__.get(BARRIER)
 
     def need_same(self, parameters: Iterable[tuple[torch.Tensor, Handle]]) -> None:
         """Raise an error for parameters whose data was replaced during the run."""
         for t, handle in parameters:
-            _, name, before, _ = self._declared[id(t)]
-            if replace(handle, barrier=None) != before:
+            _, name, declared, _ = self._declared[id(t)]
+            if replace(handle, barrier=None) != declared:
                 raise UnsupportedError(
-                    f"trace: parameter {name!r} gets other data while the program runs, expected one that keeps its "
-                    f"own; convert, assign or swap parameters before the trace"
+                    f"trace: the data of parameter {name!r} is replaced during the run; convert, assign or swap "
+                    f"parameters before the trace"
                 )
 
 
@@ -327,7 +327,7 @@ JOINS = (aten.cat.default, aten.stack.default)
 class Recording(Protocol):
     """The part of `Recorder` used here."""
 
-    turns: Loops
+    loop_state: Loops
     scopes: Scopes
     phase: str
     events: list[Event]
@@ -336,53 +336,55 @@ class Recording(Protocol):
     def barrier(t: torch.Tensor, mark: Barrier = ...) -> None:
         """Mark that no gradient passes to a tensor's producer."""
 
-    def known(self, t: torch.Tensor) -> Handle:
+    def handle_of(self, t: torch.Tensor) -> Handle:
         """Return the handle of a tensor."""
 
-    def made(self, t: torch.Tensor) -> Handle:
+    def new_handle(self, t: torch.Tensor) -> Handle:
         """Return a new tensor's handle."""
 
 
-def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
+def record_join(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
     """Record a join of per-iteration results and return its result; None for any other list."""
-    found = recorder.turns.joined(parts)
-    if found is None:
+    part = recorder.loop_state.find_join(parts)
+    if part is None:
         return None
-    first, stacked = parts[found.first], func is aten.stack.default
+    first, stacked = parts[part.first], func is aten.stack.default
     shape, axis = list(first.shape), dim % (first.ndim + stacked)
-    each = [1 if stacked else t.shape[axis] for t in parts]
-    many = sum(each[: found.first]) + sum(each[found.last :]) + found.count * each[found.first]
-    shape[axis : axis + 1 - stacked] = [many]
-    made: torch.Tensor = aten.new_empty.default(first, shape)
-    known = tuple(map(recorder.known, parts))
-    barrier = next((h.barrier for h in known if h.barrier is not None), None)
+    lengths = [1 if stacked else t.shape[axis] for t in parts]
+    length = sum(lengths[: part.first]) + sum(lengths[part.last :]) + part.count * lengths[part.first]
+    shape[axis : axis + 1 - stacked] = [length]
+    result: torch.Tensor = aten.new_empty.default(first, shape)
+    operands = tuple(map(recorder.handle_of, parts))
+    barrier = next((h.barrier for h in operands if h.barrier is not None), None)
     if barrier is not None:
-        recorder.barrier(made, barrier)
-    scope, _ = recorder.scopes.now()
+        recorder.barrier(result, barrier)
+    scope, _ = recorder.scopes.current()
     recorder.events.append(
-        JoinedTensor(known, recorder.made(made), found.loop, axis, stacked, found.back, scope, recorder.phase)
+        JoinedTensor(
+            operands, recorder.new_handle(result), part.loop, axis, stacked, part.reverse, scope, recorder.phase
+        )
     )
-    return made
+    return result
 
 
 # -- foreach and fused ops ---------------------------------------------------------------------------------------------
 # `_foreach_` and `_fused_` calls are split into one call per list position.
 
 #: Their name prefixes; `_foreach_` precedes the single-tensor op's name.
-_EACH, _UPDATE = "_foreach_", "_fused_"
+_FOREACH, _FUSED = "_foreach_", "_fused_"
 #: Schema names of the numbers that list ops pair with each tensor.
 _NUMBERS = ("scalar", "scalars")
 
 
 def is_listed(call: Call) -> bool:
     """Whether a call maps over lists of tensors."""
-    return call.name.startswith((_EACH, _UPDATE)) and any(map(_is_list, call.arguments.values()))
+    return call.name.startswith((_FOREACH, _FUSED)) and any(map(_is_list, call.arguments.values()))
 
 
-def _lead(call: Call) -> tuple[Spec, ...]:
+def _first_list(call: Call) -> tuple[Spec, ...]:
     """Return the first list of tensors, which has one per position."""
-    found: tuple[Spec, ...] = next(filter(_is_list, call.arguments.values()))
-    return found
+    tensors: tuple[Spec, ...] = next(filter(_is_list, call.arguments.values()))
+    return tensors
 
 
 def _is_list(value: Any) -> bool:
@@ -396,18 +398,23 @@ def one_by_one(call: Call) -> list[Call]:
     """
     if not is_listed(call):
         return [call]
-    name = call.name.removeprefix(_EACH)
-    number = "value" if name.startswith("addc") else "other"
-    lead = _lead(call)
+    name = call.name.removeprefix(_FOREACH)
+    scalar_name = "value" if name.startswith("addc") else "other"
+    first_list = _first_list(call)
 
-    def at(i: int) -> Call:
+    def call_at(index: int) -> Call:
         arguments = {
-            number if k in _NUMBERS else k: (v[i] if i < len(v) else None) if isinstance(v, tuple) else v
+            scalar_name if k in _NUMBERS else k: (v[index] if index < len(v) else None) if isinstance(v, tuple) else v
             for k, v in call.arguments.items()
         }
-        return replace(call, name=name, arguments=arguments, results=call.results[i : i + 1] or lead[i : i + 1])
+        return replace(
+            call,
+            name=name,
+            arguments=arguments,
+            results=call.results[index : index + 1] or first_list[index : index + 1],
+        )
 
-    return [at(i) for i in range(len(lead))]
+    return [call_at(i) for i in range(len(first_list))]
 
 
 @cache
@@ -428,24 +435,27 @@ class ListPosition:
     outputs: list[tuple[Handle, int | None, int, Poly | None]]
 
 
-def places(call: Call, whole: ListPosition) -> list[ListPosition]:
-    """Return the arguments and results at each position, as lists of one element; other calls give `[whole]`."""
-    return [_at(whole, i) for i in range(len(_lead(call)))] if is_listed(call) else [whole]
+def list_positions(call: Call, all_positions: ListPosition) -> list[ListPosition]:
+    """Return the arguments and results at each list position; for other calls, only `all_positions`."""
+    return (
+        [_position_of(all_positions, i) for i in range(len(_first_list(call)))] if is_listed(call) else [all_positions]
+    )
 
 
-def _at(whole: ListPosition, i: int) -> ListPosition:
-    def cut(value: Any) -> Any:
+def _position_of(all_positions: ListPosition, i: int) -> ListPosition:
+    def select(value: Any) -> Any:
         return value[i : i + 1] if isinstance(value, tuple) else value
 
-    arguments, keywords = tuple(map(cut, whole.arguments)), {k: cut(v) for k, v in whole.keywords.items()}
+    arguments = tuple(map(select, all_positions.arguments))
+    keywords = {k: select(v) for k, v in all_positions.keywords.items()}
     operands: dict[Handle, int] = {}
     for h in handles((arguments, *keywords.values())):
         if h.numel:
             operands.setdefault(h, len(operands))
     outputs = [
-        (h, None if place >= 0 else operands[h], min(place, 0), bytes_)
-        for h, _, place, bytes_ in whole.outputs
-        if place == i or (place < 0 and h in operands)
+        (h, None if index >= 0 else operands[h], min(index, 0), bytes_)
+        for h, _, index, bytes_ in all_positions.outputs
+        if index == i or (index < 0 and h in operands)
     ]
     return ListPosition(arguments, keywords, operands, outputs)
 
@@ -463,10 +473,10 @@ def handles(value: Any) -> Iterator[Handle]:
 
 # Reference counts for a tensor and its storage when only autograd's input buffer holds them: the buffer's own, and
 # those taken by the call.
-_ALONE, _ALONE_IN_STORAGE = 4, 2
+_SOLE_TENSOR_REFERENCES, _SOLE_STORAGE_REFERENCES = 4, 2
 
 # gradients of lookups write into new zeros
-_INTO_NEW = {
+_IN_PLACE_FORMS = {
     aten.index_put.default: aten.index_put_.default,
     aten.index_add.default: aten.index_add_.default,
     aten.index_fill.int_Scalar: aten.index_fill_.int_Scalar,
@@ -475,13 +485,13 @@ _INTO_NEW = {
     aten.scatter_add.default: aten.scatter_add_.default,
 }
 #: The same, in the nodes of `clamp` only; elsewhere these ops allocate a new tensor.
-_INTO_NEW_OF_CLAMP = {
+_IN_PLACE_IN_CLAMP = {
     aten.logical_and.default: aten.logical_and_.default,
     aten.logical_or.default: aten.logical_or_.default,
 }
 
 # ops that only query tensors, or mark a profiler region
-_SILENT = ("prim", "profiler")
+_UNRECORDED = ("prim", "profiler")
 
 
 @dataclass(eq=False)
@@ -496,7 +506,7 @@ class Recorder(TorchDispatchMode):
     values: Values
     scopes: Scopes
     data: Data
-    turns: Loops
+    loop_state: Loops
     symbols: bool = False
     device: str = "cpu"
     kernels: Collection[Any] = ()
@@ -504,7 +514,7 @@ class Recorder(TorchDispatchMode):
     choices: Choices = field(default_factory=Choices)
     phase: str = "forward"
     paused: bool = False
-    stopped: bool | None = None
+    grad_off: bool | None = None
     """whether the program has gradients off, in an inference trace; None in a training step"""
     events: list[Event] = field(default_factory=list)
     sources: dict[int, Source] = field(default_factory=dict)
@@ -512,11 +522,11 @@ class Recorder(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
-        self._numbers: dict[int, int] = {}
+        self._storage_numbers: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
-        self._makers: dict[int, int] = {}  # autograd node that produced each storage
+        self._producer_nodes: dict[int, int] = {}  # autograd node that produced each storage
         self._count = 0
-        self.turns.note = lambda path: self.events.append(LoopIteration(path))
+        self.loop_state.note = lambda path: self.events.append(LoopIteration(path))
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -531,17 +541,17 @@ class Recorder(TorchDispatchMode):
 
     # -- storages ------------------------------------------------------------------------------------------------
 
-    def _number(self, t: torch.Tensor) -> tuple[int, bool]:
+    def _storage_number(self, t: torch.Tensor) -> tuple[int, bool]:
         """Return a tensor's storage number, and whether it is new."""
         storage = t.untyped_storage()
         key = storage._cdata
-        if key in self._numbers:
-            return self._numbers[key], False
+        if key in self._storage_numbers:
+            return self._storage_numbers[key], False
         self._count += 1
-        number = self._numbers[key] = self._count
+        number = self._storage_numbers[key] = self._count
 
         def gone(_: Any) -> None:
-            self._numbers.pop(key, None)
+            self._storage_numbers.pop(key, None)
             self._alive.pop(number, None)
             if number not in self.sources:
                 self.events.append(Release(number))
@@ -549,11 +559,11 @@ class Recorder(TorchDispatchMode):
         self._alive[number] = weakref.ref(storage, gone)
         return number, True
 
-    def made(self, t: torch.Tensor) -> Handle:
+    def new_handle(self, t: torch.Tensor) -> Handle:
         """Return a new tensor's handle."""
-        return self.handle(t, self._number(t)[0])
+        return self.handle(t, self._storage_number(t)[0])
 
-    def left(self) -> bool:
+    def has_live_storages(self) -> bool:
         """Whether a storage from the run is still alive."""
         return not self._alive.keys() <= self.sources.keys()
 
@@ -562,7 +572,7 @@ class Recorder(TorchDispatchMode):
         spec, size = self.values.spec(t), self.values.translator.size
         signs = t.is_conj(), t.is_neg()
         handle = Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()), signs)
-        if self.stopped is not False:
+        if self.grad_off is not False:
             return handle
         barrier = self.leaves.barrier(t, handle) if t.is_leaf else t.__dict__.get(BARRIER)
         return handle if barrier is None else replace(handle, barrier=barrier)
@@ -572,13 +582,13 @@ class Recorder(TorchDispatchMode):
         """Mark that no gradient passes to a tensor's producer, or that a program's function states it."""
         t.__dict__[BARRIER] = mark
 
-    def known(self, t: torch.Tensor) -> Handle:
+    def handle_of(self, t: torch.Tensor) -> Handle:
         """Return a tensor's handle; a storage without a recorded producer becomes a constant buffer."""
         return self.source(t, "buffer", "")
 
     def source(self, t: torch.Tensor, role: str, name: str) -> Handle:
         """Declare a tensor that exists before the first op; a storage's first name counts."""
-        number, new = self._number(t)
+        number, new = self._storage_number(t)
         if new or name:
             self.leaves.declare(t, name, self.handle(t, number))
         handle = self.handle(t, number)
@@ -590,9 +600,9 @@ class Recorder(TorchDispatchMode):
     def _bytes(self, t: torch.Tensor) -> Poly:
         return self.values.translator.size(t.untyped_storage().nbytes())
 
-    def stated(self, t: torch.Tensor, made: torch.Tensor) -> FormatAssertion:
+    def record_cast(self, t: torch.Tensor, result: torch.Tensor) -> FormatAssertion:
         """Record a cast to the format that a tensor already has."""
-        event = FormatAssertion(self.known(t), self.made(made), self.scopes.now()[0], self.phase)
+        event = FormatAssertion(self.handle_of(t), self.new_handle(result), self.scopes.current()[0], self.phase)
         self.events.append(event)
         return event
 
@@ -620,74 +630,76 @@ class Recorder(TorchDispatchMode):
             with self:
                 return run_eagerly(func, args, kwargs)
         if not isinstance(func, OpOverload):
-            raise UnsupportedError(f"{caller()}: op {func} has no rule, expected ops of torch.ops")
+            raise UnsupportedError(f"{caller()}: op {func} has no rule; expected an op from torch.ops")
         if func.namespace == "prims" and hasattr(func, "impl_aten"):  # in forward-mode formulas
             with self:
                 return func.impl_aten(*args, **kwargs)
-        if func.namespace in _SILENT:
+        if func.namespace in _UNRECORDED:
             return func(*args, **kwargs)
         answer = self.data.answer(func, args)
         if answer is not None:
             return answer
         if func is aten.equal.default:
             raise UnsupportedError(
-                f"{caller()}: asks whether two tensors are equal, which have no data; say which branch to trace: "
+                f"{caller()}: compares two tensors, whose values are unknown; choose the branch to trace: "
                 f"choose={{'equal': True}} or choose={{'equal': False}}"
             )
-        parts = COMPOSITES.get(func) or (func.decompose if is_composed(func) and func not in self.kernels else None)
-        if parts is not None:
+        decomposition = COMPOSITES.get(func) or (
+            func.decompose if is_composed(func) and func not in self.kernels else None
+        )
+        if decomposition is not None:
             with self:  # below autograd and inside ops, composites have not been decomposed yet
-                return parts(*args, **kwargs)
+                return decomposition(*args, **kwargs)
         if func is aten.lift_fresh.default:
-            return self._lifted(args)
-        if func is aten.add.Tensor and not kwargs and self._joins(*args):
+            return self._record_lift(args)
+        if func is aten.add.Tensor and not kwargs and self._accumulates_in_place(*args):
             func = aten.add_.Tensor
-        elif (into := _in_place(func)) is not None and self._is_new(args[0]):
-            func = into
-        if func in JOINS and self.turns.loops and (made := joined(self, func, *args, **kwargs)) is not None:
-            self.turns.mark([made])
-            return made
+        elif (in_place_op := _in_place(func)) is not None and self._is_from_current_node(args[0]):
+            func = in_place_op
+        if func in JOINS and self.loop_state.loops and (result := record_join(self, func, *args, **kwargs)) is not None:
+            self.loop_state.mark([result])
+            return result
         operands: dict[Handle, int] = {}
 
         def operand(t: torch.Tensor) -> Handle:
-            handle = self.known(t)
+            handle = self.handle_of(t)
             if handle.numel:
                 operands.setdefault(handle, len(operands))
             return handle
 
         try:
-            positional = tuple(self.values.seen(a, operand) for a in args)
-            keywords = {k: self.values.seen(v, operand) for k, v in kwargs.items()}
+            positional = tuple(self.values.convert(a, operand) for a in args)
+            keywords = {k: self.values.convert(v, operand) for k, v in kwargs.items()}
             out = self.stand_ins.get(func, func)(*args, **kwargs)
             self.data.note(func, args, kwargs, out)
-            self.data.made(func, args, out)
+            self.data.note_producer(func, args, out)
             if func is aten._local_scalar_dense.default:
-                self.data.read(args[0], out)
-            detaches = func is aten.detach.default and self.stopped is not None and not torch.is_grad_enabled()
-            if self.stopped or detaches:
+                self.data.note_read(args[0], out)
+            detaches = func is aten.detach.default and self.grad_off is not None and not torch.is_grad_enabled()
+            if self.grad_off or detaches:
                 for t in _leaves(out):
                     if isinstance(t, torch.Tensor) and not any(t is a for a in args):
                         self.barrier(t)
             if not detaches:  # a detach without gradients is the same tensor
                 self._record(func, positional, keywords, operands, out)
         except UnsupportedError as error:
-            where = f"{caller()}: "
-            raise UnsupportedError(f"{where}{str(error).removeprefix(where)}") from None
-        self.turns.mark(_leaves(out))
+            location = f"{caller()}: "
+            raise UnsupportedError(f"{location}{str(error).removeprefix(location)}") from None
+        self.loop_state.mark(_leaves(out))
         return out
 
-    def _lifted(self, args: Any) -> Any:
+    def _record_lift(self, args: Any) -> Any:
         """Record that Python numbers become a tensor."""
         func = aten.lift_fresh.default
         out = func(*args)
         self.data.note(func, args, {}, out)
         with _disable_current_modes():
             numbers = args[0].tolist()
-        made = func if isinstance(numbers, list) else aten.scalar_tensor.default
-        self._record(made, (self.values.seen(numbers, self.known),), {"dtype": format_of(args[0].dtype)}, {}, out)
+        op = func if isinstance(numbers, list) else aten.scalar_tensor.default
+        self._record(op, (self.values.convert(numbers, self.handle_of),), {"dtype": format_of(args[0].dtype)}, {}, out)
         return out
 
-    def _joins(self, x: Any, y: Any) -> bool:
+    def _accumulates_in_place(self, x: Any, y: Any) -> bool:
         """Whether autograd accumulates a gradient in place, into one that nothing else references.
 
         Fake tensors never take that path. The sum belongs to no node: the accumulated gradient was produced by an
@@ -697,17 +709,17 @@ class Recorder(TorchDispatchMode):
         if node is None or torch.is_grad_enabled() or not all(isinstance(t, torch.Tensor) for t in (x, y)):
             return False
         storage = x.untyped_storage()
-        maker = self._makers.get(self._numbers.get(storage._cdata, 0))
-        if maker is None or maker == node._sequence_nr():
+        producer = self._producer_nodes.get(self._storage_numbers.get(storage._cdata, 0))
+        if producer is None or producer == node._sequence_nr():
             return False
-        alone = (
-            getattr(x, "_use_count", int)() == _ALONE
-            and torch._C._storage_Use_Count(storage._cdata) == _ALONE_IN_STORAGE
+        unshared = (
+            getattr(x, "_use_count", int)() == _SOLE_TENSOR_REFERENCES
+            and torch._C._storage_Use_Count(storage._cdata) == _SOLE_STORAGE_REFERENCES
         )
         spec = self.values.spec(x)
-        return alone and spec.touched == spec.numel and x.shape == y.shape
+        return unshared and spec.touched == spec.numel and x.shape == y.shape
 
-    def _is_new(self, x: torch.Tensor) -> bool:
+    def _is_from_current_node(self, x: torch.Tensor) -> bool:
         """Whether the current backward node produced the tensor itself, and so writes into it.
 
         For fake tensors, torch copies it instead.
@@ -715,7 +727,7 @@ class Recorder(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is None or isinstance(node, torch.autograd.function.BackwardCFunction):
             return False
-        return self._makers.get(self._numbers.get(x.untyped_storage()._cdata, 0)) == node._sequence_nr()
+        return self._producer_nodes.get(self._storage_numbers.get(x.untyped_storage()._cdata, 0)) == node._sequence_nr()
 
     def _record(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: dict[Handle, int], out: Any
@@ -727,46 +739,46 @@ class Recorder(TorchDispatchMode):
             for i, a in enumerate(schema.arguments)
             if a.alias_info is not None and a.alias_info.is_write
         ]
-        changed = [h for h in handles((*written, *_unsaid(func, args))) if h.numel]
+        written_handles = [h for h in handles((*written, *_undeclared_writes(func, args))) if h.numel]
         returned = {h for h, *_ in outputs}
-        outputs += [(h, operands[h], -1, None) for h in changed if h not in returned]
-        moves = bool(changed) or any(of is None for _, of, _, _ in outputs)
-        unseen = bool(changed) and is_unseen(_leaves(out), self.stopped)
+        outputs += [(h, operands[h], -1, None) for h in written_handles if h not in returned]
+        moves = bool(written_handles) or any(of is None for _, of, _, _ in outputs)
+        unseen = bool(written_handles) and is_unseen(_leaves(out), self.grad_off)
         if not outputs or (not moves and all(h in operands for h, *_ in outputs)):
             return  # it reads a number, or returns its operand
         call = _call(func, args, kwargs, results, self.device)
-        for one, place in zip(
-            one_by_one(call), places(call, ListPosition(args, kwargs, operands, outputs)), strict=True
+        for single_call, position in zip(
+            one_by_one(call), list_positions(call, ListPosition(args, kwargs, operands, outputs)), strict=True
         ):
-            if place.outputs:
-                tags = func.tags if one is call else tags_of(one.name)
-                self._add(func, one, place, tags, moves=moves, unseen=unseen)
+            if position.outputs:
+                tags = func.tags if single_call is call else tags_of(single_call.name)
+                self._add(func, single_call, position, tags, moves=moves, unseen=unseen)
 
     def _add(
-        self, func: OpOverload, call: Call, place: ListPosition, tags: Collection[Any], *, moves: bool, unseen: bool
+        self, func: OpOverload, call: Call, position: ListPosition, tags: Collection[Any], *, moves: bool, unseen: bool
     ) -> None:
         """Record a call on single tensors."""
         counts: Counts | None = Counts()
         if moves and func is not aten.lift_fresh.default:
             counts = None if is_derived(call) else self._counts(call, tags)
-        scope, again = self.scopes.now()
-        what = (
+        scope, recomputed = self.scopes.current()
+        fields = (
             f"{_name(func)}.{func._overloadname}",
-            tuple(place.operands),
-            place.outputs,
+            tuple(position.operands),
+            position.outputs,
             counts,
             moves,
-            _encoded(place.arguments, place.operands),
-            {k: _encoded(v, place.operands) for k, v in place.keywords.items()},
+            _encoded(position.arguments, position.operands),
+            {k: _encoded(v, position.operands) for k, v in position.keywords.items()},
             scope,
-            "recompute" if again and self.phase == "backward" else self.phase,
+            "recompute" if recomputed and self.phase == "backward" else self.phase,
             call,
             translation_of(call.name, call.overload, tags),
             tags,
         )
         # translations run when the graph is built; their errors name this line
         self.events.append(
-            RecordedOp(*what, self.choices.now(), caller() if counts is None else "", unseen, bool(self.stopped))
+            RecordedOp(*fields, self.choices.current(), caller() if counts is None else "", unseen, bool(self.grad_off))
         )
 
     def _outputs(
@@ -776,28 +788,28 @@ class Recorder(TorchDispatchMode):
         outputs: list[tuple[Handle, int | None, int, Poly | None]] = []
         results: list[Spec] = []
         node = torch._C._current_autograd_node()
-        for place, t in enumerate(_leaves(out)):
+        for index, t in enumerate(_leaves(out)):
             if not isinstance(t, torch.Tensor):
                 continue
-            number, new = self._number(t)
+            number, new = self._storage_number(t)
             handle = self.handle(t, number)
             results.append(handle)
             if not handle.numel:
                 continue
-            of = None if new else next((i for h, i in operands.items() if h.storage == number), None)
-            if not new and of is None:
+            operand = None if new else next((i for h, i in operands.items() if h.storage == number), None)
+            if not new and operand is None:
                 if any(h.storage == number for h, *_ in outputs):
                     continue  # another view of a result's storage
-                of = operands[handle] = len(operands)  # a view of a tensor that is no argument
-            base = None if of is None else next(h for h, i in operands.items() if i == of)
+                operand = operands[handle] = len(operands)  # a view of a tensor that is no argument
+            base = None if operand is None else next(h for h, i in operands.items() if i == operand)
             if base is not None and base.barrier is not None and handle.barrier is None:
                 self.barrier(t, base.barrier)
                 handle = self.handle(t, number)
             bytes_ = self._bytes(t) if new else None
             if new and node is not None:
-                self._makers[number] = node._sequence_nr()
+                self._producer_nodes[number] = node._sequence_nr()
             same = bytes_ is not None and bytes_ == handle.numel * handle.dtype.bytes
-            outputs.append((handle, of, place, None if same else bytes_))
+            outputs.append((handle, operand, index, None if same else bytes_))
         return outputs, tuple(results)
 
     def _counts(self, call: Call, tags: Collection[Any]) -> Counts:
@@ -813,10 +825,10 @@ class Recorder(TorchDispatchMode):
 
 def _in_place(func: OpOverload) -> OpOverload | None:
     """Return the in-place op that autograd calls for real tensors."""
-    if func in _INTO_NEW_OF_CLAMP:
+    if func in _IN_PLACE_IN_CLAMP:
         node = torch._C._current_autograd_node()
-        return _INTO_NEW_OF_CLAMP[func] if node is not None and node.name().startswith("ClampBackward") else None
-    return _INTO_NEW.get(func)
+        return _IN_PLACE_IN_CLAMP[func] if node is not None and node.name().startswith("ClampBackward") else None
+    return _IN_PLACE_FORMS.get(func)
 
 
 def _call(
@@ -845,7 +857,7 @@ def _leaves(out: Any) -> Iterator[Any]:
         yield out
 
 
-def _unsaid(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _undeclared_writes(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return operands written although the schema does not say so: running statistics in training."""
     return args[3:5] if func is aten.native_batch_norm.default and args[5] else ()
 
@@ -871,12 +883,12 @@ def backward_passes(recorder: Recorder) -> Iterator[None]:
     """Record ops run by autograd in the backward phase, including backward passes run by the program."""
 
     def run(*args: Any, **options: Any) -> Any:
-        before = recorder.phase
+        phase = recorder.phase
         recorder.phase = "backward"
         try:
             return _ENGINE(*args, **options)
         finally:
-            recorder.phase = before
+            recorder.phase = phase
 
     with patch.object(torch.autograd, _ENGINE.__name__, run), patch.object(torch.autograd.graph, _ENGINE.__name__, run):
         yield
@@ -885,37 +897,37 @@ def backward_passes(recorder: Recorder) -> Iterator[None]:
 @contextmanager
 def barriers(recorder: Recorder) -> Iterator[None]:
     """Mark tensors in an inference trace whose gradient would stop, or be stated by the program."""
-    recorder.stopped = False
+    recorder.grad_off = False
     with ExitStack() as patched:
         for patches in (_switches(recorder), _inference(recorder), _functions(recorder)):
             patched.enter_context(patches)
         yield
-    recorder.stopped = None
+    recorder.grad_off = None
 
 
 class _Mode(NamedTuple):
     """Whether gradients are on, as restored by a switch."""
 
-    ran: bool
-    meant: bool
+    actual: bool
+    intended: bool
     """the same if the trace had gradients on"""
 
 
 @contextmanager
 def _switches(recorder: Recorder) -> Iterator[None]:
     """Follow `no_grad`, `enable_grad` and `set_grad_enabled`, which all query the mode and then set it."""
-    is_on, put = torch.is_grad_enabled, torch._C._set_grad_enabled
+    is_on, set_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 
-    def asked() -> bool | _Mode:
+    def is_grad_enabled() -> bool | _Mode:
         by_switch = sys._getframe(1).f_code.co_filename == grad_mode.__file__
-        return _Mode(is_on(), not recorder.stopped) if by_switch else is_on()
+        return _Mode(is_on(), not recorder.grad_off) if by_switch else is_on()
 
     def switched(mode: bool | _Mode) -> None:
-        ran, meant = mode if isinstance(mode, _Mode) else (mode, mode)
-        put(ran)
-        recorder.stopped = not meant
+        actual, intended = mode if isinstance(mode, _Mode) else (mode, mode)
+        set_enabled(actual)
+        recorder.grad_off = not intended
 
-    with patch.object(torch, "is_grad_enabled", asked), patch.object(torch._C, "_set_grad_enabled", switched):
+    with patch.object(torch, "is_grad_enabled", is_grad_enabled), patch.object(torch._C, "_set_grad_enabled", switched):
         yield
 
 
@@ -924,16 +936,16 @@ def _inference(recorder: Recorder) -> Iterator[None]:
     """Follow `inference_mode`, a separate switch; `inference_mode(False)` turns gradients on."""
     block = torch.inference_mode
     enter, leave = block.__enter__, block.__exit__
-    before: list[bool | None] = []
+    previous: list[bool | None] = []
 
     def entered(self: torch.inference_mode) -> None:
-        before.append(recorder.stopped)
+        previous.append(recorder.grad_off)
         enter(self)
-        recorder.stopped = self.mode
+        recorder.grad_off = self.mode
 
     def left(self: torch.inference_mode, *error: Any) -> None:
         leave(self, *error)
-        recorder.stopped = before.pop()
+        recorder.grad_off = previous.pop()
 
     with patch.object(block, "__enter__", entered), patch.object(block, "__exit__", left):
         yield
@@ -947,19 +959,19 @@ def _functions(recorder: Recorder) -> Iterator[None]:
     def applied(function: type[Function], *args: Any) -> Any:
         apply = base.__get__(None, function)
         if function is CheckpointFunction:
-            outside, run = recorder.stopped, args[0]
+            outer, run = recorder.grad_off, args[0]
 
-            def running(*given: Any) -> Any:
-                with patch.object(recorder, "stopped", outside):
-                    return run(*given)
+            def running(*inputs: Any) -> Any:
+                with patch.object(recorder, "grad_off", outer):
+                    return run(*inputs)
 
             return apply(running, *args[1:])
-        made = apply(*args)
-        if not recorder.stopped and not function.__module__.startswith(__package__):  # not the tracer's own
-            for t in made if isinstance(made, tuple) else (made,):
+        results = apply(*args)
+        if not recorder.grad_off and not function.__module__.startswith(__package__):  # not the tracer's own
+            for t in results if isinstance(results, tuple) else (results,):
                 if isinstance(t, torch.Tensor):
                     recorder.barrier(t, Barrier(function.__qualname__))
-        return made
+        return results
 
     # programs may hold bound `apply` methods, which resolve through `_SingleLevelFunction`
     with patch.object(_SingleLevelFunction, "apply", classmethod(applied)):

@@ -24,9 +24,9 @@ __all__ = ["Translator", "holds", "remainder"]
 class Translator:
     """Translates torch's integers into formulas; results are memoized.
 
-    `names` maps torch's symbols to named sizes, `wholes` maps its other symbols to formulas. `exact` are floor
-    divisions assumed to be exact. With `symbols`, a data-dependent size becomes a symbol named in `chosen`; otherwise
-    it is an error.
+    `names` maps torch's symbols to named sizes, `block_counts` maps its other symbols to formulas. `exact` are floor
+    divisions assumed to be exact. With `symbols`, a data-dependent size becomes a symbol named in `data_sizes`;
+    otherwise it is an error.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class Translator:
         names: dict[sympy.Symbol, str],
         exact: Collection[sympy.Expr] = (),
         *,
-        wholes: Mapping[sympy.Symbol, sympy.Expr] = MappingProxyType({}),
+        block_counts: Mapping[sympy.Symbol, sympy.Expr] = MappingProxyType({}),
         symbols: bool = False,
-        chosen: Mapping[sympy.Symbol, str] = MappingProxyType({}),
+        data_sizes: Mapping[sympy.Symbol, str] = MappingProxyType({}),
     ) -> None:
-        self.chosen = chosen
-        self.names, self.wholes = names, wholes
+        self.data_sizes = data_sizes
+        self.names, self.block_counts = names, block_counts
         self.exact = exact
         self.symbols = symbols
-        self._known: dict[Any, Poly] = {}
+        self._sizes: dict[Any, Poly] = {}
         self._formulas: dict[sympy.Expr, Poly] = {}
         """Formulas of expressions, valid until another axis is known."""
         self._axes = set[Poly]()
@@ -50,10 +50,10 @@ class Translator:
     def size(self, n: int | torch.SymInt) -> Poly:
         """Return a size, offset or stride as a formula."""
         key = n if isinstance(n, int) else n.node.expr
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = poly(key) if isinstance(key, int) else self.formula(key)
-        return found
+        result = self._sizes.get(key)
+        if result is None:
+            result = self._sizes[key] = poly(key) if isinstance(key, int) else self.formula(key)
+        return result
 
     def layout(self, t: torch.Tensor) -> tuple[tuple[Poly, ...], tuple[Poly, ...]]:
         """Return a tensor's shape and strides."""
@@ -77,38 +77,38 @@ class Translator:
             return poly(int(expr))
         if expr.is_Rational or expr.is_Float:
             return poly(Fraction(float(expr)) if expr.is_Float else Fraction(int(expr.p), int(expr.q)))
-        if expr in self.wholes:
-            return self.formula(self.wholes[expr])
+        if expr in self.block_counts:
+            return self.formula(self.block_counts[expr])
         if expr.is_Symbol:
             if expr not in self.names and self.symbols:
-                self.names[expr] = self.chosen.get(expr, expr.name)
+                self.names[expr] = self.data_sizes.get(expr, expr.name)
             if expr not in self.names:
                 raise UnsupportedError(
-                    f"size {self.chosen.get(expr, expr)}: it depends on the values of tensors, expected one that "
-                    f"follows from the sizes; trace with data_sizes='symbol' to name it"
+                    f"size {self.data_sizes.get(expr, expr)} depends on the values of tensors; trace with "
+                    f"data_sizes='symbol' to name it"
                 )
             return poly(symbol(self.names[expr]))
         if expr in self.exact:
             over, under = map(self.formula, expr.args)
             return over / under
         if isinstance(expr, sympy.Max | functions.Max):
-            return self._largest(*map(self.formula, expr.args))
+            return self._maximum(*map(self.formula, expr.args))
         rule = _RULES.get(type(expr))
         if rule is None:
-            raise UnsupportedError(f"size {shown(str(expr))}: no rule for {type(expr).__name__}, expected a formula")
+            raise UnsupportedError(f"size {shown(str(expr))} has no formula: {type(expr).__name__} is not supported")
         out: Poly = rule(*map(self.formula, expr.args))
         return out
 
-    def _largest(self, *args: Poly) -> Poly:
+    def _maximum(self, *args: Poly) -> Poly:
         """Return a maximum; the maximum of 1 and an axis size, as in strides, is that size.
 
         Graphs are never bound to sizes at which a tensor is empty.
         """
         args = tuple(dict.fromkeys(args))
-        left = [a for a in args if not any(b is not a and self._reaches(b, a) for b in args)]
-        return left[0] if len(left) == 1 else poly(Max(*(a.expr for a in left)))
+        maximal = [a for a in args if not any(b is not a and self._is_at_least(b, a) for b in args)]
+        return maximal[0] if len(maximal) == 1 else poly(Max(*(a.expr for a in maximal)))
 
-    def _reaches(self, b: Poly, a: Poly) -> bool:
+    def _is_at_least(self, b: Poly, a: Poly) -> bool:
         return (a == ONE and b in self._axes) or holds(b - a)
 
 
@@ -116,22 +116,22 @@ class Translator:
 def holds(p: Poly, *, strict: bool = False) -> bool:
     """Whether a formula is nonnegative, or positive with `strict`, for all sizes above 1."""
     try:
-        low = lower(p.bind({n: poly(symbol(n) + 1) for n in p.names()}))
+        bound = lower(p.bind({n: poly(symbol(n) + 1) for n in p.names()}))
     except CostGraphError:
         return False
-    return low is not None and (low > 0 if strict else low >= 0)
+    return bound is not None and (bound > 0 if strict else bound >= 0)
 
 
 _ROOT = 2  # denominator of square-root exponents
 
 
 def _power(base: Poly, exponent: Poly) -> Poly:
-    whole = exponent.constant
-    if isinstance(whole, Fraction) and whole.denominator == _ROOT:
-        return poly(base.expr ** sympy.Rational(whole))
-    if not isinstance(whole, int):
-        raise UnsupportedError(f"size ({base})**({exponent}): expected a whole number or a half as exponent")
-    return base**whole if whole >= 0 else poly(1) / base**-whole
+    number = exponent.constant
+    if isinstance(number, Fraction) and number.denominator == _ROOT:
+        return poly(base.expr ** sympy.Rational(number))
+    if not isinstance(number, int):
+        raise UnsupportedError(f"size ({base})**({exponent}): the exponent is neither an integer nor half of one")
+    return base**number if number >= 0 else poly(1) / base**-number
 
 
 def remainder(expr: sympy.Expr, translator: Translator) -> Poly:
@@ -145,10 +145,10 @@ def _floor(a: Poly, b: Poly) -> Poly:
     quotient = a / b
     if all(isinstance(c, int) and is_whole(m) for m, c in quotient.terms.items()):
         return quotient
-    return poly(sympy.floor(quotient.expr).replace(sympy.floor, _upright))
+    return poly(sympy.floor(quotient.expr).replace(sympy.floor, _as_ceiling))
 
 
-def _upright(x: sympy.Expr) -> sympy.Expr:
+def _as_ceiling(x: sympy.Expr) -> sympy.Expr:
     """Write a floor of a negative expression as a ceiling, for which bounds can be derived."""
     return -sympy.ceiling(-x) if x.could_extract_minus_sign() else sympy.floor(x)
 
@@ -161,7 +161,7 @@ def _modulo(a: Poly, b: Poly) -> Poly:
     return a if holds(a) and holds(b - a, strict=True) else a - b * _floor(a, b)
 
 
-def _least(*args: Poly) -> Poly:
+def _minimum(*args: Poly) -> Poly:
     return poly(Min(*(a.expr for a in args)))
 
 
@@ -169,11 +169,11 @@ _RULES: dict[type, Any] = {
     sympy.Add: lambda *args: reduce(Poly.__add__, args),
     sympy.Mul: lambda *args: reduce(Poly.__mul__, args),
     sympy.Pow: _power,
-    sympy.Min: _least,
+    sympy.Min: _minimum,
     sympy.floor: lambda a: _floor(a, poly(1)),
     sympy.ceiling: lambda a: _ceiling(a, poly(1)),
     sympy.Mod: _modulo,
-    functions.Min: _least,
+    functions.Min: _minimum,
     functions.FloorDiv: _floor,
     functions.CleanDiv: _floor,
     functions.CeilDiv: _ceiling,

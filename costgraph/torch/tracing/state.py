@@ -31,9 +31,9 @@ __all__ = [
     "attributes",
     "borrowed",
     "elements",
-    "forgetting",
+    "clearing_caches",
     "is_a",
-    "is_theirs",
+    "is_program_module",
     "swap",
 ]
 
@@ -54,16 +54,16 @@ def initialized(module: nn.Module, inputs: Sequence[object], keywords: Mapping[s
         copies = {
             id(t): kinds[id(t)](t.requires_grad, "meta", t.dtype) for t in lazy.values()
         }  # buffers refuse `deepcopy`
-        made = copy.deepcopy(module, copies).to("meta")
+        lazy_copy = copy.deepcopy(module, copies).to("meta")
         with torch.no_grad():
-            made(*map(_on_meta, inputs), **{k: _on_meta(v) for k, v in keywords.items()})
+            lazy_copy(*map(_on_meta, inputs), **{k: _on_meta(v) for k, v in keywords.items()})
     except Exception as error:
         raise UnsupportedError(
-            f"trace: parameter {min(lazy)!r} of {type(module).__name__} is lazy, and a run on the meta device, to "
-            f"give it a shape, fails ({type(error).__name__}: {shown(str(error), 120)}); call the module once on a "
+            f"trace: parameter {min(lazy)!r} of {type(module).__name__} is lazy, and inferring its shape by a run on "
+            f"the meta device failed ({type(error).__name__}: {shown(str(error), 120)}); call the module once on a "
             f"batch before the trace"
         ) from error
-    return made
+    return lazy_copy
 
 
 def _on_meta(value: Any) -> Any:
@@ -77,11 +77,11 @@ _LIBRARY: Any = torch.library.Library("costgraph", "DEF")  # type: ignore[no-unt
 _LIBRARY.define("linear_dynamic(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
 
 
-def _result(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear_dynamic(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return input.new_empty([*input.shape[:-1], weight.shape[0]])
 
 
-torch.library.register_fake("costgraph::linear_dynamic", _result, lib=_LIBRARY)
+torch.library.register_fake("costgraph::linear_dynamic", _linear_dynamic, lib=_LIBRARY)
 
 
 def _packed(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
@@ -108,9 +108,9 @@ def unpack_linears(module: nn.Module) -> None:
         m.__dict__["forward"] = partial(_forward, m, "ReLU" in type(m).__name__)
 
 
-def _forward(m: nn.Module, positive: bool, x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = torch.ops.costgraph.linear_dynamic(x, m._parameters["weight"], m._parameters["bias"])
-    return made.relu_() if positive else made
+def _forward(m: nn.Module, relu: bool, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.costgraph.linear_dynamic(x, m._parameters["weight"], m._parameters["bias"])
+    return out.relu_() if relu else out
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -119,14 +119,14 @@ _ATOMS = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.
 _CONTAINERS = (dict, list, set, deque)
 _BASES: tuple[Any, ...] = (OrderedDict, *_CONTAINERS, tuple, frozenset)
 _CACHE: Any = functools._lru_cache_wrapper  # by identity, since other classes may pretend to be this one
-_NOT_THEIRS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "costgraph"}) - {"__main__"}
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "costgraph"}) - {"__main__"}
 _OPAQUE = (type, types.ModuleType, types.FunctionType, nn.Module, Graph)
-_DEEPEST = 8  # nesting depth searched within a cache
+_MAX_DEPTH = 8  # nesting depth searched within a cache
 
 
-def is_theirs(module: str | None) -> bool:
+def is_program_module(module: str | None) -> bool:
     """Whether a module is the program's, not torch's or Python's."""
-    return (module if isinstance(module, str) else "").partition(".")[0] not in _NOT_THEIRS
+    return (module if isinstance(module, str) else "").partition(".")[0] not in _LIBRARIES
 
 
 def is_a(value: object, kinds: Any) -> bool:
@@ -134,40 +134,40 @@ def is_a(value: object, kinds: Any) -> bool:
     return issubclass(type(value), kinds)
 
 
-def _base(held: object) -> Any:
+def _base_class(container: object) -> Any:
     """Return a container's builtin base class: the program's own class may override its methods."""
-    return next(base for base in _BASES if is_a(held, base))
+    return next(base for base in _BASES if is_a(container, base))
 
 
-def elements(held: object) -> list[Any]:
+def elements(container: object) -> list[Any]:
     """Return a container's elements, or a dict's items, by its builtin base class's methods."""
-    base = _base(held)
-    return list(base.items(held) if issubclass(base, dict) else base.__iter__(held))
+    base = _base_class(container)
+    return list(base.items(container) if issubclass(base, dict) else base.__iter__(container))
 
 
 def attributes(value: object) -> Any:
     """Return the attributes of an object; None if it has none, or raises when asked for them."""
     try:
-        held = vars(value)
+        attrs = vars(value)
     except Exception:  # a property or `__getattr__` of the program may raise anything
         return None
-    return held if is_a(held, dict) else None
+    return attrs if is_a(attrs, dict) else None
 
 
-class _Reached:
+class _ReachableState:
     """All state reachable from a module and its classes' modules, with a way to restore it."""
 
     def __init__(self, roots: Iterable[object]) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._held: list[Any] = []
+        self._containers: list[Any] = []
         self._undo: list[Callable[[], None]] = []
-        self._seen: dict[int, object] = {}
+        self._visited: dict[int, object] = {}
         self._next = list(roots)
         while self._next:
             value = self._next.pop()
-            if not is_a(value, _ATOMS) and id(value) not in self._seen:
-                self._seen[id(value)] = value
-                self._next += self._inside(value)
+            if not is_a(value, _ATOMS) and id(value) not in self._visited:
+                self._visited[id(value)] = value
+                self._next += self._children(value)
 
     def restore(self) -> None:
         """Restore all state."""
@@ -176,14 +176,14 @@ class _Reached:
 
     def replace(self, others: Mapping[int, torch.Tensor]) -> None:
         """Replace tensors in all containers until `restore`; `others` maps ids to replacements."""
-        for held in self._held if others else ():
-            pairs = elements(held) if is_a(held, dict) else list(enumerate(elements(held)))
-            for key, value in pairs if is_a(held, (dict, list)) else ():
+        for container in self._containers if others else ():
+            pairs = elements(container) if is_a(container, dict) else list(enumerate(elements(container)))
+            for key, value in pairs if is_a(container, (dict, list)) else ():
                 if id(value) in others:
-                    held[key] = others[id(value)]
+                    container[key] = others[id(value)]
         self.tensors = [others.get(id(t), t) for t in self.tensors]
 
-    def _inside(self, value: object) -> Iterable[object]:
+    def _children(self, value: object) -> Iterable[object]:
         """Return the values inside a value, and register how to restore it."""
         if is_a(value, torch.Tensor):
             tensor: Any = value
@@ -191,67 +191,69 @@ class _Reached:
             hooks = [tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)]
             return [*hooks, tensor.grad if tensor.is_leaf else None]
         if is_a(value, _CONTAINERS):
-            return self._kept(value)
+            return self._register_container(value)
         if is_a(value, (tuple, frozenset)):
             return elements(value)
         if is_a(value, types.MethodType):
             return (value.__self__, value.__func__)  # type: ignore[attr-defined]
         if is_a(value, types.FunctionType):
             function: Any = value
-            return [c.cell_contents for c in function.__closure__ or () if _filled(c)]
+            return [c.cell_contents for c in function.__closure__ or () if _has_contents(c)]
         if is_a(value, functools.partial):
             return (value.func, value.args, value.keywords)  # type: ignore[attr-defined]
-        held = None if is_a(value, (type, types.ModuleType)) else attributes(value)
-        if held is None:
+        attrs = None if is_a(value, (type, types.ModuleType)) else attributes(value)
+        if attrs is None:
             return ()
         if is_a(value, nn.Module):
-            return [held, *self._files(type(value))]
-        theirs = is_theirs(type(value).__module__) or is_a(value, (torch.optim.Optimizer, types.SimpleNamespace))
-        return [held] if theirs else ()
+            return [attrs, *self._class_state(type(value))]
+        is_program = is_program_module(type(value).__module__) or is_a(
+            value, (torch.optim.Optimizer, types.SimpleNamespace)
+        )
+        return [attrs] if is_program else ()
 
-    def _kept(self, held: Any) -> Iterable[object]:
+    def _register_container(self, container: Any) -> Iterable[object]:
         """Return the elements of a container and register its restoration; dict keys may be tensors too."""
-        before = elements(held)
-        self._held.append(held)
+        before = elements(container)
+        self._containers.append(container)
 
         def undo() -> None:
-            now = elements(held)
-            if len(now) != len(before) or any(not _is(a, b) for a, b in zip(now, before, strict=True)):
-                base = _base(held)
-                base.clear(held)
-                (base.update if issubclass(base, dict | set) else base.extend)(held, before)
+            now = elements(container)
+            if len(now) != len(before) or any(not _same_element(a, b) for a, b in zip(now, before, strict=True)):
+                base = _base_class(container)
+                base.clear(container)
+                (base.update if issubclass(base, dict | set) else base.extend)(container, before)
 
         self._undo.append(undo)
-        return [v for pair in before for v in pair] if is_a(held, dict) else before
+        return [v for pair in before for v in pair] if is_a(container, dict) else before
 
-    def _files(self, kind: type) -> Iterator[object]:
+    def _class_state(self, kind: type) -> Iterator[object]:
         """Yield containers and tensors in a module's classes and in their files, such as caches shared by instances."""
         for cls in kind.__mro__:
-            if cls is not object and is_theirs(cls.__module__) and id(cls) not in self._seen:
-                self._seen[id(cls)] = cls
-                for place in (cls, sys.modules.get(cls.__module__)):
-                    if place is not None and (place is cls or id(place) not in self._seen):
-                        self._seen[id(place)] = place
-                        self._undo.append(_renaming(place))
-                        yield from (v for v in vars(place).values() if is_a(v, (*_CONTAINERS, torch.Tensor)))
+            if cls is not object and is_program_module(cls.__module__) and id(cls) not in self._visited:
+                self._visited[id(cls)] = cls
+                for namespace in (cls, sys.modules.get(cls.__module__)):
+                    if namespace is not None and (namespace is cls or id(namespace) not in self._visited):
+                        self._visited[id(namespace)] = namespace
+                        self._undo.append(_attribute_restorer(namespace))
+                        yield from (v for v in vars(namespace).values() if is_a(v, (*_CONTAINERS, torch.Tensor)))
 
 
-def _renaming(place: type | types.ModuleType) -> Callable[[], None]:
+def _attribute_restorer(namespace: type | types.ModuleType) -> Callable[[], None]:
     """Return a function that restores the current attributes of a class or module."""
-    before = dict(vars(place))
+    before = dict(vars(namespace))
 
     def undo() -> None:
-        now = dict(vars(place))
+        now = dict(vars(namespace))
         for name in now.keys() - before.keys():
-            delattr(place, name)
+            delattr(namespace, name)
         for name, value in before.items():
             if now.get(name) is not value:
-                setattr(place, name, value)
+                setattr(namespace, name, value)
 
     return undo
 
 
-def _filled(cell: types.CellType) -> bool:
+def _has_contents(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018  # an empty cell has none
     except ValueError:
@@ -259,7 +261,7 @@ def _filled(cell: types.CellType) -> bool:
     return True
 
 
-def _is(a: object, b: object) -> bool:
+def _same_element(a: object, b: object) -> bool:
     """Whether an element, or a key-value pair, is identical to the earlier one."""
     if type(a) is tuple and type(b) is tuple and len(a) == len(b) == 2:
         return a[0] is b[0] and a[1] is b[1]
@@ -280,19 +282,19 @@ def borrowed(
     arguments, which it may change. Yields a function from a tensor to its real data. With `host`, all fake tensors are
     on the CPU.
     """
-    reached = _Reached([module, *others])
+    reached = _ReachableState([module, *others])
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     real: dict[int, torch.Tensor] = {}
     bases: dict[int, torch.Tensor] = {}
     torch.clear_autocast_cache()  # its weak references would forbid swapping
     try:
         with _disable_current_modes():
-            reached.replace({id(t): _again(t) for t in reached.tensors if _is_watched(t)})
-        made = [
+            reached.replace({id(t): _copy_of(t) for t in reached.tensors if _is_referenced_from_cpp(t)})
+        pairs = [
             (t, _fake(t, bases, host)) for t in sorted(reached.tensors, key=lambda t: not isinstance(t, nn.Parameter))
         ]
         grads = [(t, t.grad) for t in reached.tensors if t.is_leaf and t.grad is not None]
-        for t, fake in made:
+        for t, fake in pairs:
             if fake is not None:
                 swap(t, fake)
                 swapped.append((t, fake))
@@ -312,7 +314,7 @@ def borrowed(
         reached.restore()
 
 
-def _is_watched(t: torch.Tensor) -> bool:
+def _is_referenced_from_cpp(t: torch.Tensor) -> bool:
     """Whether C++ code, such as a profiler, holds a reference to a tensor: such a tensor cannot be swapped."""
     other = torch.empty(0)
     try:
@@ -323,20 +325,20 @@ def _is_watched(t: torch.Tensor) -> bool:
     return False
 
 
-def _again(t: torch.Tensor) -> torch.Tensor:
+def _copy_of(t: torch.Tensor) -> torch.Tensor:
     """Return a copy, with the same data and attributes, of a tensor that cannot be swapped."""
     if t._backward_hooks or (t.is_leaf and t.requires_grad and t._post_accumulate_grad_hooks) or t.grad_fn is not None:
         raise UnsupportedError(
-            f"trace: a tensor of shape {tuple(t.shape)} has hooks, or is computed, and a profiler or another library "
-            f"refers to it, expected one that can be lent to the run; delete the profile before the trace"
+            f"trace: a tensor of shape {tuple(t.shape)} has hooks or a grad_fn, and a profiler or another library "
+            f"refers to it, so that it cannot be replaced for the run; delete the profile before the trace"
         )
     other = t.detach()
-    made = (
+    copied = (
         nn.Parameter(other, t.requires_grad) if isinstance(t, nn.Parameter) else other.requires_grad_(t.requires_grad)
     )
-    made.__dict__.update(t.__dict__)
-    made.grad = t.grad
-    return made
+    copied.__dict__.update(t.__dict__)
+    copied.grad = t.grad
+    return copied
 
 
 def swap(t: torch.Tensor, other: torch.Tensor) -> None:
@@ -358,8 +360,8 @@ def _fake(t: torch.Tensor, bases: dict[int, torch.Tensor], host: bool) -> torch.
             fake = base.as_strided(tuple(t.shape), t.stride(), t.storage_offset())
     else:
         fake = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=device)
-        least = fake.untyped_storage().nbytes()
-        if not parameter and least < storage.nbytes() and not storage.nbytes() % t.element_size():
+        dense_nbytes = fake.untyped_storage().nbytes()
+        if not parameter and dense_nbytes < storage.nbytes() and not storage.nbytes() % t.element_size():
             base = torch.empty(storage.nbytes() // t.element_size(), dtype=t.dtype, device=device)
             fake = base.as_strided(tuple(t.shape), t.stride(), t.storage_offset())
     fake = nn.Parameter(fake, requires_grad=t.requires_grad) if parameter else fake
@@ -375,61 +377,66 @@ def _fake(t: torch.Tensor, bases: dict[int, torch.Tensor], host: bool) -> torch.
 
 
 @contextmanager
-def forgetting(left: Callable[[], bool]) -> Iterator[None]:
+def clearing_caches(has_live_storages: Callable[[], bool]) -> Iterator[None]:
     """Allow sizes as cache keys during a run, and clear function caches that refer to the run afterwards.
 
-    `left` tells whether a storage of the run is still alive.
+    `has_live_storages` tells whether a storage of the run is still alive.
     """
-    plain, asked = torch.SymInt.__hash__, False
+    original, used_as_key = torch.SymInt.__hash__, False
 
-    def hashed(size: torch.SymInt) -> int:
-        nonlocal asked
-        asked = True
+    def hash_size(size: torch.SymInt) -> int:
+        nonlocal used_as_key
+        used_as_key = True
         return hash(size.node.expr)
 
-    torch.SymInt.__hash__ = hashed  # type: ignore[method-assign, assignment]
+    torch.SymInt.__hash__ = hash_size  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        torch.SymInt.__hash__ = plain  # type: ignore[method-assign]
-        if asked or left():
+        torch.SymInt.__hash__ = original  # type: ignore[method-assign]
+        if used_as_key or has_live_storages():
             clean: set[int] = set()
             # `gc.get_objects` omits frozen objects
-            for cached in (*_caches(gc.get_objects()), *_in_modules()):
-                if is_theirs(cached.__module__) and _of_a_run(cached, clean):
+            for cached in (*_caches(gc.get_objects()), *_module_caches()):
+                if is_program_module(cached.__module__) and _refers_to_run(cached, clean):
                     cached.cache_clear()
 
 
 def _caches(values: Iterable[object]) -> list[Any]:
     """Return the nonempty function caches; vectorized, since there are many objects."""
-    held = list(values)
-    found: Iterator[Any] = compress(held, map(operator.is_, map(type, held), repeat(_CACHE)))
-    return [cached for cached in found if cached.cache_info().currsize]
+    objects = list(values)
+    wrappers: Iterator[Any] = compress(objects, map(operator.is_, map(type, objects), repeat(_CACHE)))
+    return [cached for cached in wrappers if cached.cache_info().currsize]
 
 
-def _in_modules() -> Iterator[Any]:
+def _module_caches() -> Iterator[Any]:
     """Yield the caches in the program's modules, and in their classes."""
     classes: dict[int, Any] = {}  # visited once, though several modules may import it
     for name, module in list(sys.modules.items()):
-        if is_theirs(name) and isinstance(module, types.ModuleType):
-            held = list(vars(module).values())
-            yield from _caches(held)
-            classes.update((id(value), value) for value in held if issubclass(type(value), type))
+        if is_program_module(name) and isinstance(module, types.ModuleType):
+            values = list(vars(module).values())
+            yield from _caches(values)
+            classes.update((id(value), value) for value in values if issubclass(type(value), type))
     for kind in classes.values():
         yield from _caches(vars(kind).values())
 
 
-def _of_a_run(cached: object, clean: set[int]) -> bool:
+def _refers_to_run(cached: object, clean: set[int]) -> bool:
     """Whether a cache refers to a fake tensor or a symbolic size; `clean` collects objects known not to."""
-    level, seen = [cached], {id(cached)}
-    for _ in range(_DEEPEST):
-        inside = [v for value in level for v in gc.get_referents(value)]
+    level, visited = [cached], {id(cached)}
+    for _ in range(_MAX_DEPTH):
+        referents = [v for value in level for v in gc.get_referents(value)]
         level = []
-        for value in inside:
+        for value in referents:
             if is_a(value, (FakeTensor, torch.SymInt)):
                 return True
-            if gc.is_tracked(value) and not is_a(value, _OPAQUE) and id(value) not in seen and id(value) not in clean:
-                seen.add(id(value))
+            if (
+                gc.is_tracked(value)
+                and not is_a(value, _OPAQUE)
+                and id(value) not in visited
+                and id(value) not in clean
+            ):
+                visited.add(id(value))
                 level.append(value)
-    clean |= seen.difference(map(id, level))  # the deepest level was not searched
+    clean |= visited.difference(map(id, level))  # the deepest level was not searched
     return False

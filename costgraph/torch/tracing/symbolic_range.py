@@ -19,7 +19,7 @@ from torch import nn
 from ...errors import CostGraphError, UnsupportedError
 from ...transforms.reroll import FEWEST
 from .shapes import Shapes, caller
-from .state import is_a, is_theirs
+from .state import is_a, is_program_module
 
 __all__ = [
     "SymbolicLoop",
@@ -34,10 +34,10 @@ __all__ = [
 # -- loops -------------------------------------------------------------------------------------------------------------
 
 #: Tensor attribute: the loops around its producer, with their iterations.
-_TURN = "_costgraph_turn"
+_ITERATION = "_costgraph_iteration"
 
 #: Iterations run per loop: fewer might be alike by chance, and more take time.
-_FEWEST, _MOST, _USUAL = 8, 10, 8
+_MIN_ITERATIONS, _MAX_ITERATIONS, _DEFAULT_ITERATIONS = 8, 10, 8
 
 _numbers = range
 
@@ -56,11 +56,11 @@ class SymbolicLoop:
 
     count: torch.SymInt
     """number of iterations"""
-    played: int
+    iterations: int
     """number of iterations run"""
     line: str
     """line where it begins"""
-    at: tuple[int, int]
+    position: tuple[int, int]
     """frame and instruction that request the next iteration"""
 
 
@@ -74,7 +74,7 @@ class ListSlice:
     """its begin and end in the list"""
     count: Any
     """its length for all iterations of the loop"""
-    back: bool
+    reverse: bool
     """whether the result of the last iteration comes first"""
 
 
@@ -100,126 +100,133 @@ class Loops:
         """Enclosing loops, with their iterations."""
         return tuple(self.stack)
 
-    def mark(self, made: Iterable[Any]) -> None:
+    def mark(self, tensors: Iterable[Any]) -> None:
         """Tag tensors with the iteration that produced them."""
         if self.stack:
-            for t in made:
+            for t in tensors:
                 if isinstance(t, torch.Tensor):
-                    t.__dict__[_TURN] = self.path
+                    t.__dict__[_ITERATION] = self.path
 
-    def is_open(self, count: Any) -> bool:
+    def is_symbolic(self, count: Any) -> bool:
         """Whether a count is symbolic in named sizes that must stay symbolic."""
         if not self.on or not isinstance(count, torch.SymInt) or self.shapes.fixed:
             return False
-        free = self.shapes.plain(count.node.expr).free_symbols
+        free = self.shapes.in_named_sizes(count.node.expr).free_symbols
         return bool(free) and free <= self.shapes.names.keys()
 
-    def turns(self, count: torch.SymInt) -> Iterator[int]:
+    def iterate(self, count: torch.SymInt) -> Iterator[int]:
         """Yield the iteration numbers."""
         frame = sys._getframe(2)
         number, done = self._begin(count, (id(frame), frame.f_lasti)), 0
-        played = self.loops[number].played
+        iterations = self.loops[number].iterations
         try:
-            for k in _numbers(played):
-                self._turn(number, k)
+            for k in _numbers(iterations):
+                self._enter_iteration(number, k)
                 done += 1
                 yield k
         finally:
-            if done < played:
+            if done < iterations:
                 self.broken = True
             self._end(number)
 
-    def _begin(self, count: torch.SymInt, at: tuple[int, int]) -> int:
-        if self.stack and self.loops[self.stack[-1][0]].at == at:
+    def _begin(self, count: torch.SymInt, position: tuple[int, int]) -> int:
+        if self.stack and self.loops[self.stack[-1][0]].position == position:
             return self.stack[-1][0]  # in lockstep with a loop from the same line, as in `zip`
-        played = self._played(count)
-        self.loops.append(SymbolicLoop(count, played, caller(), at))
+        iterations = self._iteration_count(count)
+        self.loops.append(SymbolicLoop(count, iterations, caller(), position))
         return len(self.loops) - 1
 
-    def _played(self, count: torch.SymInt, wanted: int | None = None) -> int:
+    def _iteration_count(self, count: torch.SymInt, target: int | None = None) -> int:
         """Return how many iterations to run; ResizeError with a better size if it is unsuitable."""
-        now = self.shapes.backed_var_to_val
-        expr = self.shapes.plain(count.node.expr)
+        hints = self.shapes.backed_var_to_val
+        expr = self.shapes.in_named_sizes(count.node.expr)
 
-        def at(symbol: sympy.Symbol, size: int) -> int:
-            return int(expr.xreplace({**now, symbol: sympy.Integer(size)}))
+        def count_at(symbol: sympy.Symbol, size: int) -> int:
+            return int(expr.xreplace({**hints, symbol: sympy.Integer(size)}))
 
-        played = int(expr.xreplace(now))
-        if wanted or (self.raised is not None and not _FEWEST <= played <= _MOST):
+        iterations = int(expr.xreplace(hints))
+        if target or (self.raised is not None and not _MIN_ITERATIONS <= iterations <= _MAX_ITERATIONS):
             for symbol in sorted(expr.free_symbols, key=str):
-                size = int(now[symbol])
-                if not wanted and self.raised and played > _MOST and self.shapes.names[symbol] in self.raised:
+                size = int(hints[symbol])
+                if (
+                    not target
+                    and self.raised
+                    and iterations > _MAX_ITERATIONS
+                    and self.shapes.names[symbol] in self.raised
+                ):
                     continue  # another loop would have too few iterations
-                period = _period(lambda n, symbol=symbol: at(symbol, n), size)  # type: ignore[misc]
+                period = _period(lambda n, symbol=symbol: count_at(symbol, n), size)  # type: ignore[misc]
                 if period is None:
                     continue
-                other, taken = size + period * ((wanted or _USUAL) - played), {n for s, n in now.items() if s != symbol}
-                while other < 2 or other in taken:  # sizes stay in general position
-                    other += period
-                raise ResizeError(self.shapes.names[symbol], other)
-        return played
+                candidate = size + period * ((target or _DEFAULT_ITERATIONS) - iterations)
+                used = {n for s, n in hints.items() if s != symbol}
+                while candidate < 2 or candidate in used:  # sizes stay in general position
+                    candidate += period
+                raise ResizeError(self.shapes.names[symbol], candidate)
+        return iterations
 
-    def elsewhere(self) -> dict[str, int]:
+    def next_sizes(self) -> dict[str, int]:
         """Return sizes that give each loop one more iteration; UnsupportedError if there are none."""
-        out: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for loop in self.loops:
             try:
-                self._played(loop.count, wanted=loop.played + 1)
+                self._iteration_count(loop.count, target=loop.iterations + 1)
             except ResizeError as error:
-                out[error.name] = max(error.size, out.get(error.name, 0))
+                sizes[error.name] = max(error.size, sizes.get(error.name, 0))
             else:
-                raise self.refused("has no number of turns that grows evenly with it")
-        return out
+                raise self.fold_error("has an iteration count that does not grow linearly with it")
+        return sizes
 
-    def _turn(self, number: int, k: int) -> None:
+    def _enter_iteration(self, number: int, k: int) -> None:
         if (number, k) in self.stack:
             return
         while self.stack and self.stack[-1][0] >= number:
             self.stack.pop()
         self.stack.append((number, k))
-        self._told()
+        self._notify()
 
     def _end(self, number: int) -> None:
         if any(n == number for n, _ in self.stack):
             while self.stack and self.stack[-1][0] >= number:
                 self.stack.pop()
-            self._told()
+            self._notify()
 
-    def _told(self) -> None:
+    def _notify(self) -> None:
         late = any(k for _, k in self.stack)
-        self.shapes.turn = tuple((self.loops[number].line, k) for number, k in self.stack) if late else ()
+        self.shapes.iteration = tuple((self.loops[number].line, k) for number, k in self.stack) if late else ()
         self.note(self.path)
 
-    def refused(self, why: str) -> UnsupportedError:
+    def fold_error(self, why: str) -> UnsupportedError:
         """Return the error for loops that cannot be folded."""
         lines = ", ".join(dict.fromkeys(loop.line for loop in self.loops))
         return UnsupportedError(
-            f"{lines}: counts to a size, and {why}; name no dimension for this axis (None) to keep it a number, or "
+            f"{lines}: iterates over a size, and {why}; leave this axis unnamed (None) to keep it a number, or "
             f"trace with fixed='given'"
         )
 
-    def joined(self, parts: Sequence[torch.Tensor]) -> ListSlice | None:
+    def find_join(self, parts: Sequence[torch.Tensor]) -> ListSlice | None:
         """Return the longest part of a list with one result per iteration of a loop; None without one."""
-        around = self.path
-        deep = len(around)
-        tags = [t.__dict__.get(_TURN, ()) for t in parts]
-        own = [tag[deep] if tag[:deep] == around and len(tag) > deep else (-1, -1) for tag in tags]
-        within = [[turn for _, turn in tag[deep + 1 :]] for tag in tags]  # inner loops, which each iteration runs
-        found: ListSlice | None = None
-        for i, (number, turn) in enumerate(own):
+        path = self.path
+        depth = len(path)
+        tags = [t.__dict__.get(_ITERATION, ()) for t in parts]
+        current = [tag[depth] if tag[:depth] == path and len(tag) > depth else (-1, -1) for tag in tags]
+        # inner loops, which each iteration runs
+        inner = [[iteration for _, iteration in tag[depth + 1 :]] for tag in tags]
+        longest: ListSlice | None = None
+        for i, (number, iteration) in enumerate(current):
             for step in (1, -1):
                 j = i
-                while own[j + 1 : j + 2] == [(number, turn + step * (j + 1 - i))] and within[j + 1] == within[i]:
+                while current[j + 1 : j + 2] == [(number, iteration + step * (j + 1 - i))] and inner[j + 1] == inner[i]:
                     if not _alike(parts[i], parts[j + 1]):
                         break
                     j += 1
-                if number >= 0 and j + 1 - i >= max(FEWEST, 0 if found is None else found.last - found.first + 1):
+                if number >= 0 and j + 1 - i >= max(FEWEST, 0 if longest is None else longest.last - longest.first + 1):
                     loop = self.loops[number]
-                    found = ListSlice(number, i, j + 1, loop.count - (loop.played - (j + 1 - i)), step < 0)
-        return found
+                    longest = ListSlice(number, i, j + 1, loop.count - (loop.iterations - (j + 1 - i)), step < 0)
+        return longest
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def patching_range(self) -> Iterator[None]:
         """Patch `range` to accept symbolic sizes."""
         loops = self
 
@@ -238,28 +245,28 @@ class Loops:
             finally:
                 self.on = False
 
-    def parts(self, x: torch.Tensor, axis: int = 0, size: int | None = None, *, back: bool = False) -> Parts | None:
+    def parts(self, x: torch.Tensor, axis: int = 0, size: int | None = None, *, reverse: bool = False) -> Parts | None:
         """Return the chunks of a tensor along an axis, or its positions; None if their number is not symbolic."""
         axis %= max(x.ndim, 1)
-        if not self.is_open(x.shape[axis]) or (size is not None and x.shape[axis] % size != 0):
+        if not self.is_symbolic(x.shape[axis]) or (size is not None and x.shape[axis] % size != 0):
             return None
-        made = Parts()
-        made.loops, made.x, made.axis, made.size, made.back = self, x, axis, size, back
-        return made
+        views = Parts()
+        views.loops, views.x, views.axis, views.size, views.reverse = self, x, axis, size, reverse
+        return views
 
     def range(self, *args: Any) -> Any:
         """Return a `range` of symbolic arguments."""
         start, stop, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
         if isinstance(step, int) and step:
-            length, by = (stop - start, step) if step > 0 else (start - stop, -step)
-            if by != 1 and self.is_open(length):
-                length = length // by if length % by == 0 else (length + by - 1) // by
-            if self.is_open(length):
+            length, stride = (stop - start, step) if step > 0 else (start - stop, -step)
+            if stride != 1 and self.is_symbolic(length):
+                length = length // stride if length % stride == 0 else (length + stride - 1) // stride
+            if self.is_symbolic(length):
                 return Range(self, start, step, length)
         for n in args:
-            expr = self.shapes.plain(n.node.expr) if isinstance(n, torch.SymInt) else sympy.Integer(0)
+            expr = self.shapes.in_named_sizes(n.node.expr) if isinstance(n, torch.SymInt) else sympy.Integer(0)
             if expr.free_symbols and expr.free_symbols <= self.shapes.names.keys():
-                self.shapes.fix(expr)  # the program itself asks for the number
+                self.shapes.specialize(expr)  # the program itself asks for the number
         return _numbers(*args)
 
 
@@ -270,7 +277,7 @@ class Range:
         self.loops, self.start, self.step, self.count = loops, start, step, count
 
     def __iter__(self) -> Iterator[Any]:
-        for k in self.loops.turns(self.count):
+        for k in self.loops.iterate(self.count):
             yield self.start + k * self.step
 
     def __reversed__(self) -> Iterator[Any]:
@@ -289,12 +296,12 @@ class Parts(tuple[torch.Tensor, ...]):
     axis: int
     size: int | None
     """length along the axis; None for views without it"""
-    back: bool
+    reverse: bool
     """whether they are in reverse order"""
 
     def part(self, k: Any) -> torch.Tensor:
         """Return the k-th view."""
-        k = self.count - 1 - k if self.back else k
+        k = self.count - 1 - k if self.reverse else k
         if self.size is None:
             return self.x.select(self.axis, k)
         return self.x.narrow(self.axis, k * self.size, self.size)
@@ -311,7 +318,7 @@ class Parts(tuple[torch.Tensor, ...]):
         return True
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for k in self.loops.turns(self.count):
+        for k in self.loops.iterate(self.count):
             yield self.part(k)
 
     def __reversed__(self) -> Iterator[torch.Tensor]:
@@ -321,8 +328,8 @@ class Parts(tuple[torch.Tensor, ...]):
         if not isinstance(k, slice):
             return self.part(k if k >= 0 else self.count + k)
         if k == slice(None, None, -1):
-            return self.loops.parts(self.x, self.axis, self.size, back=not self.back)
-        if self.back or k.step not in (None, 1):
+            return self.loops.parts(self.x, self.axis, self.size, reverse=not self.reverse)
+        if self.reverse or k.step not in (None, 1):
             return tuple.__getitem__(tuple(self.part(i) for i in _numbers(len(self))), k)
         first, last = (n if n is None or self.size is None else n * self.size for n in (k.start, k.stop))
         cut = self.x[(*[slice(None)] * self.axis, slice(first, last))]
@@ -347,14 +354,14 @@ def _period(count: Callable[[int], int], size: int) -> int | None:
 
 _type = type
 #: torch modules that compute sizes with these functions.
-_OF_TORCH = ("torch.nn.functional",)
+_TORCH_MODULES = ("torch.nn.functional",)
 
 
 class _Shadow:
     """Stands in for a builtin type: calls accept symbolic sizes, all else goes to the type."""
 
-    def __init__(self, plain: type, call: Callable[..., Any], symbols: type | None) -> None:
-        self.__dict__.update({"_plain": plain, "_call": call, "_symbols": symbols, "__name__": plain.__name__})
+    def __init__(self, builtin: type, call: Callable[..., Any], symbols: type | None) -> None:
+        self.__dict__.update({"_plain": builtin, "_call": call, "_symbols": symbols, "__name__": builtin.__name__})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
@@ -395,7 +402,7 @@ def _item(value: Any) -> Any:
     return value.item() if is_a(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _whole(*args: Any, **kwargs: Any) -> Any:
+def _as_int(*args: Any, **kwargs: Any) -> Any:
     """Return `int(...)`; a size is returned unchanged."""
     if len(args) == 1 and not kwargs:
         args = (_item(args[0]),)
@@ -406,7 +413,7 @@ def _whole(*args: Any, **kwargs: Any) -> Any:
     return int(*args, **kwargs)
 
 
-def _real(*args: Any) -> Any:
+def _as_float(*args: Any) -> Any:
     """Return `float(...)`; a size stays symbolic."""
     args = tuple(map(_item, args))
     if len(args) == 1 and is_a(args[0], torch.SymInt | torch.SymFloat):
@@ -421,54 +428,54 @@ def _length(value: Any) -> Any:
     return value.count if is_a(value, (Parts, Range)) else len(value)
 
 
-_INT = _Shadow(int, _whole, torch.SymInt)
-_FLOAT = _Shadow(float, _real, torch.SymFloat)
+_INT = _Shadow(int, _as_int, torch.SymInt)
+_FLOAT = _Shadow(float, _as_float, torch.SymFloat)
 
 
-def _kind(*args: Any, **kwargs: Any) -> Any:
+def _type_of(*args: Any, **kwargs: Any) -> Any:
     """Return `type(...)`, such that `type(n) is int` holds where `int` is shadowed."""
-    made = _type(*args, **kwargs)
+    kind = _type(*args, **kwargs)
     if len(args) == 1:
-        return _INT if made in (int, torch.SymInt) else _FLOAT if made in (float, torch.SymFloat) else made
-    return made
+        return _INT if kind in (int, torch.SymInt) else _FLOAT if kind in (float, torch.SymFloat) else kind
+    return kind
 
 
-_SHADOWS: dict[str, Any] = {"int": _INT, "float": _FLOAT, "len": _length, "type": _Shadow(_type, _kind, None)}
+_SHADOWS: dict[str, Any] = {"int": _INT, "float": _FLOAT, "len": _length, "type": _Shadow(_type, _type_of, None)}
 
 
-def _files(module: nn.Module) -> Iterator[dict[str, Any]]:
+def _program_globals(module: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield the globals of the program's modules."""
-    found = [vars(m) for m in list(sys.modules.values()) if is_a(m, types.ModuleType)]
+    namespaces = [vars(m) for m in list(sys.modules.values()) if is_a(m, types.ModuleType)]
     for kind in {cls for part in module.modules() for cls in _type(part).__mro__}:  # a file outside `sys.modules`
-        found += [f.__globals__ for f in vars(kind).values() if is_a(f, types.FunctionType)]
-    seen = set[int]()
-    for names in found:
+        namespaces += [f.__globals__ for f in vars(kind).values() if is_a(f, types.FunctionType)]
+    visited = set[int]()
+    for names in namespaces:
         name = names.get("__name__")
-        if id(names) not in seen and (is_theirs(name) or name in _OF_TORCH):
-            seen.add(id(names))
+        if id(names) not in visited and (is_program_module(name) or name in _TORCH_MODULES):
+            visited.add(id(names))
             yield names
 
 
-def _divided(a: Any, b: Any) -> tuple[Any, Any]:
+def _divmod(a: Any, b: Any) -> tuple[Any, Any]:
     return a // b, a % b
 
 
-def _written(size: torch.SymInt, how: str) -> str:
+def _formatted(size: torch.SymInt, spec: str) -> str:
     """Return a size as text; a format specification needs its value."""
-    return format(int(size.node.hint), how) if how else str(size)
+    return format(int(size.node.hint), spec) if spec else str(size)
 
 
 @contextmanager
 def open_integers(module: nn.Module) -> Iterator[None]:
     """Make Python's integer functions accept symbolic sizes in a program's files."""
-    methods = {"__divmod__": _divided, "__rdivmod__": lambda a, b: _divided(b, a), "__format__": _written}
+    methods = {"__divmod__": _divmod, "__rdivmod__": lambda a, b: _divmod(b, a), "__format__": _formatted}
     with ExitStack() as replaced:
         for name, method in methods.items():
             replaced.enter_context(patch.object(torch.SymInt, name, method, create=True))
-        for names in _files(module):
+        for names in _program_globals(module):
             for name, shadow in _SHADOWS.items():
-                plain = getattr(builtins, name)
-                if names.get(name, plain) is plain:
+                builtin = getattr(builtins, name)
+                if names.get(name, builtin) is builtin:
                     replaced.callback(_restore, names, name, names.get(name))
                     names[name] = shadow
         yield

@@ -48,7 +48,7 @@ class ObservedResult:
     """operand whose storage it shares"""
     offset: Poly
     """first element within the storage"""
-    place: int
+    index: int
     """index among the returned values; -1 for an operand that is written but not returned"""
     spare: Poly = ZERO
     """bytes of the storage beyond its elements"""
@@ -69,39 +69,39 @@ class Template:
 
     def add(self, graph: Graph, operands: Sequence[Tensor], name: str) -> tuple[list[Op], tuple[Tensor, ...]]:
         """Add the ops to a graph; return them and the results."""
-        again = _Copier()
-        given = [operands[i] for i in self.operands]
-        again.tensors |= zip(self.body.formals, given, strict=True)
+        copier = _Copier()
+        inputs = [operands[i] for i in self.operands]
+        copier.tensors |= zip(self.body.formals, inputs, strict=True)
         if self.kernel is not None:
-            op = _added(graph, replace(self.kernel, body=again.inside(self.body, graph, name)), given, name)
+            op = _add_op(graph, replace(self.kernel, body=copier.copy_body(self.body, graph, name)), inputs, name)
             return [op], op.results
         ops = []
         for inner in self.body.ops:
             kind = inner.kind
             if isinstance(kind, BodyKind):
-                kind = replace(kind, body=again.inside(kind.body, graph, name))
-            op = _added(graph, kind, [again.tensors[t] for t in inner.operands], name)
-            again.tensors |= zip(inner.results, op.results, strict=True)
+                kind = replace(kind, body=copier.copy_body(kind.body, graph, name))
+            op = _add_op(graph, kind, [copier.tensors[t] for t in inner.operands], name)
+            copier.tensors |= zip(inner.results, op.results, strict=True)
             ops.append(op)
-        return ops, tuple(again.tensors[t] for t in self.results)
+        return ops, tuple(copier.tensors[t] for t in self.results)
 
 
 class _Copier(Rewriter):
     """Copies ops into the scope and phase of the call."""
 
-    def inside(self, body: Graph, graph: Graph, name: str) -> Graph:
+    def copy_body(self, body: Graph, graph: Graph, name: str) -> Graph:
         """Copy a kernel's body, in a scope with the kernel's name."""
         with scope(name):
             return self.body(body, graph, "")
 
     def add(self, op: Op, kind: OpKind, operands: Sequence[Tensor], new: Graph, name: str | None = None) -> Op:
         """Add an op under its own name."""
-        made = super().add(op, kind, operands, new, name)
-        made.scope, made.phase = "/".join(here().levels), here().phase
-        return made
+        new_op = super().add(op, kind, operands, new, name)
+        new_op.scope, new_op.phase = "/".join(here().levels), here().phase
+        return new_op
 
 
-def _added(graph: Graph, kind: Any, operands: Sequence[Tensor], name: str) -> Op:
+def _add_op(graph: Graph, kind: Any, operands: Sequence[Tensor], name: str) -> Op:
     op = graph.add_op(kind, operands, name)
     if op.body is not None:
         op.body.owner = op
@@ -128,30 +128,30 @@ def template_of(
     call: Call,
     operands: Mapping[Any, int],
     tensors: Sequence[Tensor],
-    wanted: Sequence[ObservedResult],
+    observed: Sequence[ObservedResult],
     workspace: Poly = ZERO,
     *,
-    whole: bool = False,
+    one_kernel: bool = False,
 ) -> Template | None:
     """Return a call's declared ops; None if they do not reproduce the run's results.
 
-    `operands` numbers the operands, `tensors` are their graph tensors, `wanted` are the run's results, and
-    `workspace` are the temporary bytes of torch's kernel. With `whole`, the ops form one kernel that keeps the call,
-    even if each could be its own.
+    `operands` numbers the operands, `tensors` are their graph tensors, `observed` are the run's results, and
+    `workspace` are the temporary bytes of torch's kernel. With `one_kernel`, the ops form one kernel that keeps the
+    call, even if each could be its own.
     """
     relations = tensors[0].graph.root.relations if tensors else None
     try:
-        found = declared(translation, call, operands, tensors, relations)
+        declaration = declared(translation, call, operands, tensors, relations)
     except CostGraphError:
         return None  # its rule states the costs; without one, `counts_of` raises the reason
-    if found is None:
+    if declaration is None:
         return None
-    body, inputs, returned = found
+    body, inputs, returned = declaration
     used = tuple(inputs[t] for t in body.captured)
-    results = _results(returned, body, inputs, wanted)
-    if any(w.spare and (i or w.of is not None) for i, w in enumerate(wanted)):
+    results = _result_tensors(returned, body, inputs, observed)
+    if any(result.spare and (i or result.of is not None) for i, result in enumerate(observed)):
         return None
-    template = None if results is None else _settled(body, used, results, wanted, workspace, whole)
+    template = None if results is None else _as_template(body, used, results, observed, workspace, one_kernel)
     return None if template is None else _with_gradient(template, call, operands)
 
 
@@ -159,38 +159,40 @@ def template_of(
 def _arguments(name: str) -> tuple[str, ...]:
     """Return the argument names of a backward kernel; none if torch lacks it."""
     packet = getattr(torch.ops.aten, name, None)
-    return _KEPT.get(name, ()) if packet is None else tuple(a.name for a in packet.default._schema.arguments)
+    return _SAVED_OPERANDS.get(name, ()) if packet is None else tuple(a.name for a in packet.default._schema.arguments)
 
 
 #: Operands that autograd saves although their gradients are views.
-_KEPT = {"complex_backward": ("real", "imag")}
+_SAVED_OPERANDS = {"complex_backward": ("real", "imag")}
 
 
 def _with_gradient(template: Template, call: Call, operands: Mapping[Any, int]) -> Template:
     """State the properties of the backward kernel: saved operands, gradient memory format, temporaries."""
     name = "embedding_dense_backward" if call.name == "embedding" else f"{call.name.removesuffix('_forward')}_backward"
     names, body, kernel = _arguments(name), template.body, template.kernel
-    op = next((op for op in reversed(body.ops) if _works(op)), None)
+    op = next((op for op in reversed(body.ops) if _computes(op)), None)
     if op is None:
         return template
-    places = {t.storage: i for i, t in enumerate(op.operands if kernel is None else body.formals)}
+    positions = {t.storage: i for i, t in enumerate(op.operands if kernel is None else body.formals)}
     formals = dict(zip(template.operands, body.formals, strict=True))
-    given = {k: formals.get(operands[v]) for k, v in call.arguments.items() if isinstance(v, Spec) and v in operands}
-    own = {k: places[t.storage] for k, t in given.items() if t is not None and t.storage in places}
+    tensors = {k: formals.get(operands[v]) for k, v in call.arguments.items() if isinstance(v, Spec) and v in operands}
+    saved = {k: positions[t.storage] for k, t in tensors.items() if t is not None and t.storage in positions}
     grad = next((n for n in names if n.startswith("grad")), "grad_output")
     dense = Spec(call.out.sizes, contiguous(call.out.sizes), call.out.dtype)
-    back = replace(call, name=name, arguments={**call.arguments, grad: dense}, results=(dense,))
-    of = copied(back).get(grad)
-    facts: Any = {
-        "saved_operands": tuple(own[n] for n in names if n in own),
-        "grad_memory_format": "" if of is None else {"": "contiguous", "bshd": "bshd", grad: "grad"}.get(of, "operand"),
-        "copies_grad_input": copies_results(back),
+    backward_call = replace(call, name=name, arguments={**call.arguments, grad: dense}, results=(dense,))
+    layout = copied(backward_call).get(grad)
+    properties: Any = {
+        "saved_operands": tuple(saved[n] for n in names if n in saved),
+        "grad_memory_format": ""
+        if layout is None
+        else {"": "contiguous", "bshd": "bshd", grad: "grad"}.get(layout, "operand"),
+        "copies_grad_input": copies_results(backward_call),
         "copies_matmul_operands": copies_matmul_operands(call),
     }
     if kernel is None:
-        op.state(**facts)
+        op.state(**properties)
         return template
-    return replace(template, kernel=replace(kernel, **facts, gradient_workspace=workspace_of(back)))
+    return replace(template, kernel=replace(kernel, **properties, gradient_workspace=workspace_of(backward_call)))
 
 
 def declared(
@@ -216,98 +218,102 @@ def declared(
     scratch.relations = scratch.relations if relations is None else relations
     inputs: dict[Tensor, int] = {}
 
-    def stand_in(number: int) -> Tensor:
-        t = tensors[number]
-        made = Tensor(scratch, f"x{len(inputs)}", t.sizes, t.dtype, role="input", strides=t.strides)
-        scratch.add_node(made)
-        inputs[made] = number
-        return made
+    def add_formal(operand: int) -> Tensor:
+        t = tensors[operand]
+        formal = Tensor(scratch, f"x{len(inputs)}", t.sizes, t.dtype, role="input", strides=t.strides)
+        scratch.add_node(formal)
+        inputs[formal] = operand
+        return formal
 
-    firsts = [stand_in(i) for i in range(len(tensors))]
+    firsts = [add_formal(i) for i in range(len(tensors))]
     unused = dict(enumerate(firsts))
 
-    def given(value: Any) -> Any:
+    def with_formals(value: Any) -> Any:
         if isinstance(value, Spec):
-            number = operands.get(value)
-            if number is None:
+            operand = operands.get(value)
+            if operand is None:
                 return None
-            return firsts[number] if call.inplace else unused.pop(number, None) or stand_in(number)
-        return tuple(map(given, value)) if isinstance(value, tuple) else number_of(value)
+            return firsts[operand] if call.inplace else unused.pop(operand, None) or add_formal(operand)
+        return tuple(map(with_formals, value)) if isinstance(value, tuple) else number_of(value)
 
     body = scratch.start_body("call", fused=True)
-    asked = replace(call, arguments={k: given(v) for k, v in call.arguments.items()})
+    graph_call = replace(call, arguments={k: with_formals(v) for k, v in call.arguments.items()})
     try:
         with opened(graph=body, levels=(), phase="forward"):
-            returned = translation(asked)
+            returned = translation(graph_call)
     except CostGraphError:
         raise
     except Exception as error:
         raise UnsupportedError(
-            f"aten::{call.name}.{call.overload}: its translation failed with {type(error).__name__}: "
-            f"{shown(str(error), 300)}; expected one that takes such a call, or returns None"
+            f"aten::{call.name}.{call.overload}: its translation failed on these arguments with "
+            f"{type(error).__name__}: {shown(str(error), 300)}; a translation returns None for calls that it does not "
+            f"support"
         ) from error
     return None if returned is None else (body, inputs, returned)
 
 
-def _results(
-    made: Tensor | Sequence[Tensor | None], body: Graph, inputs: Mapping[Tensor, int], wanted: Sequence[ObservedResult]
+def _result_tensors(
+    outputs: Tensor | Sequence[Tensor | None],
+    body: Graph,
+    inputs: Mapping[Tensor, int],
+    observed: Sequence[ObservedResult],
 ) -> tuple[Tensor, ...] | None:
     """Return the tensor for each result; None if the run produced other ones."""
-    returned = [made] if isinstance(made, Tensor) else list(made)
-    found = []
-    for w in wanted:
-        if w.place >= 0:
-            t = returned[w.place] if w.place < len(returned) else None
+    returned = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    tensors = []
+    for result in observed:
+        if result.index >= 0:
+            t = returned[result.index] if result.index < len(returned) else None
         else:  # an operand written in place
-            first = next(x for x, i in inputs.items() if i == (w.of or 0))
-            t = next((r for r in returned if r is not None and r.storage in _stored(body, first)), None)
+            first = next(x for x, i in inputs.items() if i == (result.of or 0))
+            t = next((r for r in returned if r is not None and r.storage in _storages(body, first)), None)
         t = body.adopt(t) if t is not None and t in inputs else t
-        if t is None or t.dtype != w.spec.dtype or len(t.sizes) != len(w.spec.sizes):
+        if t is None or t.dtype != result.spec.dtype or len(t.sizes) != len(result.spec.sizes):
             return None
-        if not all(map(body.same, t.sizes, w.spec.sizes)):
+        if not all(map(body.same, t.sizes, result.spec.sizes)):
             return None
-        shared = next((i for x, i in inputs.items() if t.storage in _stored(body, x)), None)
-        if shared != w.of:
+        shared = next((i for x, i in inputs.items() if t.storage in _storages(body, x)), None)
+        if shared != result.of:
             return None
-        found.append(t)
-    return tuple(found)
+        tensors.append(t)
+    return tuple(tensors)
 
 
-def _stored(body: Graph, outer: Tensor) -> list[Any]:
+def _storages(body: Graph, outer: Tensor) -> list[Any]:
     return [outer.storage, *(inner.storage for out, inner in body._captured.items() if out is outer)]
 
 
-def _settled(
+def _as_template(
     body: Graph,
     used: tuple[int, ...],
     results: tuple[Tensor, ...],
-    wanted: Sequence[ObservedResult],
+    observed: Sequence[ObservedResult],
     workspace: Poly,
-    whole: bool,
+    one_kernel: bool,
 ) -> Template | None:
     """Decide whether the ops stand alone or form one kernel."""
     ops = body.ops
-    spare = wanted[0].spare if wanted else ZERO
-    as_run = not spare and all(_lies(body, t, w) for t, w in zip(results, wanted, strict=True))
+    spare = observed[0].spare if observed else ZERO
+    as_run = not spare and all(_has_layout(body, t, result) for t, result in zip(results, observed, strict=True))
     if not ops:
         return None
-    work = [op for op in ops if _works(op)]
+    work = [op for op in ops if _computes(op)]
     if len(work) == 1 and isinstance(work[0].kind, Opaque) and as_run:
         work[0].state(workspace=work[0].kind.workspace + workspace)
         workspace = ZERO
     if not work:
         return Template(body, used, results, None) if as_run else None
-    if len(work) == 1 and as_run and not workspace and not (whole and len(ops) > 1):
+    if len(work) == 1 and as_run and not workspace and not (one_kernel and len(ops) > 1):
         return Template(body, used, results, None)
     if len(ops) == 1 and isinstance(ops[0].kind, Kernel) and not ops[0].kind.changed:
         inner = ops[0].kind
         order = [body.formals.index(t) for t in ops[0].operands]
         if tuple(ops[0].results) != results:
             return None
-        kind = replace(inner, strides=_strides(wanted), spare=spare, workspace=inner.workspace + workspace)
+        kind = replace(inner, strides=_strides(observed), spare=spare, workspace=inner.workspace + workspace)
         return Template(inner.body, tuple(used[i] for i in order), results, kind)
     changed = {body.formals.index(f) for f in body.formals for t in results if t.storage is f.storage}
-    if any(w.of is not None for w in wanted) and not changed:
+    if any(result.of is not None for result in observed) and not changed:
         return None
     body.outputs = list(results)
     # torch has backward kernels for noncontracting ops; a contraction's gradients are contractions
@@ -318,29 +324,31 @@ def _settled(
         body=body,
         changed=tuple(sorted(changed)),
         backward="ops" if contracts else "",
-        strides=_strides(wanted),
+        strides=_strides(observed),
         spare=spare,
         workspace=workspace,
     )
     return Template(body, used, results, kind)
 
 
-def _works(op: Op) -> bool:
+def _computes(op: Op) -> bool:
     """Whether an op does more than return a view."""
     return bool(op.kind.overwrites()) or any(not t.is_view for t in op.results)
 
 
-def _lies(body: Graph, t: Tensor, w: ObservedResult) -> bool:
+def _has_layout(body: Graph, t: Tensor, result: ObservedResult) -> bool:
     """Whether a result has the run's memory layout; strides along size-1 axes do not matter."""
-    same = all(n == ONE or body.same(a, b) for n, a, b in zip(t.sizes, t.strides, w.spec.strides, strict=True))
-    return same and (w.of is None or body.same(t.offset, w.offset))
+    same = all(n == ONE or body.same(a, b) for n, a, b in zip(t.sizes, t.strides, result.spec.strides, strict=True))
+    return same and (result.of is None or body.same(t.offset, result.offset))
 
 
-def _strides(wanted: Sequence[ObservedResult]) -> tuple[Sizes | None, ...]:
+def _strides(observed: Sequence[ObservedResult]) -> tuple[Sizes | None, ...]:
     """Return the strides of results, if any is not contiguous."""
     out = []
-    for w in wanted:
-        dense = contiguous(w.spec.sizes)
-        own = any(n != ONE and a != b for n, a, b in zip(w.spec.sizes, w.spec.strides, dense, strict=True))
-        out.append(w.spec.strides if own and w.of is None else None)
+    for result in observed:
+        dense = contiguous(result.spec.sizes)
+        is_strided = any(
+            n != ONE and a != b for n, a, b in zip(result.spec.sizes, result.spec.strides, dense, strict=True)
+        )
+        out.append(result.spec.strides if is_strided and result.of is None else None)
     return tuple(out) if any(s is not None for s in out) else ()

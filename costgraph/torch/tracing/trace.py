@@ -38,9 +38,9 @@ from .cuda import CUDA_STATISTICS, KERNELS, ProgramDevice, on_cuda
 from .data import Data
 from .formats import Formats, narrowed
 from .recorder import Handle, Recorder, Scopes, backward_passes, barriers, path_of
-from .shapes import Shapes, alternatives, assumptions, is_program, place
+from .shapes import Shapes, alternatives, assumptions, is_program, location
 from .sizes import Translator
-from .state import attributes, borrowed, elements, forgetting, initialized, is_a, unpack_linears
+from .state import attributes, borrowed, clearing_caches, elements, initialized, is_a, unpack_linears
 from .symbolic_functions import SymbolicSizes
 from .symbolic_range import Loops, ResizeError, open_integers
 
@@ -91,23 +91,23 @@ class TraceRun:
         self.gradients: dict[Handle, Handle] = {}
         self.formats = Formats(recorder)
 
-    def declare(self, inputs: Mapping[str, object], kept: Mapping[str, torch.Tensor]) -> None:
+    def declare(self, inputs: Mapping[str, object], cache: Mapping[str, torch.Tensor]) -> None:
         """Declare the sources: parameters, buffers, existing gradients, caches and inputs."""
-        taken = set[str]()
+        used_paths = set[str]()
         for name, t in (*self.module.named_parameters(), *self.module.named_buffers()):
             path = path_of(name)
-            while path in taken:  # two names may differ only in characters that `path_of` replaces
+            while path in used_paths:  # two names may differ only in characters that `path_of` replaces
                 path += "_"
-            taken.add(path)
+            used_paths.add(path)
             self.recorder.source(t, "param" if isinstance(t, nn.Parameter) else "buffer", path)
             if isinstance(t, nn.Parameter) and t.requires_grad:
                 self.params[path] = t
                 if t.grad is not None:
                     self.recorder.source(t.grad, "buffer", f"{path}/grad")
-        for name, t in kept.items():
+        for name, t in cache.items():
             self.recorder.source(t, "cache", name)
         for name, value in inputs.items():
-            if isinstance(value, torch.Tensor) and name not in kept:
+            if isinstance(value, torch.Tensor) and name not in cache:
                 self.recorder.source(value, "input", name)
 
     def __call__(self, args: list[object], kwargs: dict[str, object], *, train: bool) -> None:
@@ -117,45 +117,45 @@ class TraceRun:
         try:
             with (
                 torch.set_grad_enabled(train), uncompiled(),
-                SymbolicSizes(self.recorder.turns, None if train else self.formats),
+                SymbolicSizes(self.recorder.loop_state, None if train else self.formats),
                 self.device(), self.recorder, backward_passes(self.recorder),
-                nullcontext() if train else self.recorder.turns.watching(),
+                nullcontext() if train else self.recorder.loop_state.patching_range(),
                 nullcontext() if train else barriers(self.recorder),
             ):  # fmt: skip
                 if train and any(p._post_accumulate_grad_hooks for p in self.params.values()):
                     with self.recorder.pausing():
                         self._warm(args, kwargs)
-                made = list(_tensors(self.module(*args, **kwargs)))
+                outputs = list(_tensors(self.module(*args, **kwargs)))
                 if train:
-                    self._train(made)
-                self.outputs = [self.recorder.known(t) for t in made]
+                    self._train(outputs)
+                self.outputs = [self.recorder.handle_of(t) for t in outputs]
         finally:
             if collecting:
                 gc.enable()
 
     def _warm(self, args: list[object], kwargs: dict[str, object]) -> None:
         """Run forward and backward unrecorded: an optimizer called by a hook creates its state in the first step."""
-        before = {p: p.grad for p in self.params.values()}
+        grads = {p: p.grad for p in self.params.values()}
         for loss in self._loss(list(_tensors(self.module(*args, **kwargs)))):
             loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
-        for p, grad in before.items():
+        for p, grad in grads.items():
             p.grad = grad
 
-    def _loss(self, made: list[torch.Tensor]) -> list[torch.Tensor]:
-        if len(made) != 1 or made[0].numel() != 1 or not made[0].requires_grad:
+    def _loss(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        if len(outputs) != 1 or outputs[0].numel() != 1 or not outputs[0].requires_grad:
             raise GraphError(
-                f"trace: with train=True {type(self.module).__name__} returns {shown(made, 200)}, expected one scalar "
-                f"loss that depends on a parameter"
+                f"trace: {type(self.module).__name__} returns {shown(outputs, 200)} with train=True; expected one "
+                f"scalar loss that depends on a parameter"
             )
-        return made
+        return outputs
 
-    def _train(self, made: list[torch.Tensor]) -> None:
-        (loss,) = self._loss(made)
+    def _train(self, outputs: list[torch.Tensor]) -> None:
+        (loss,) = self._loss(outputs)
         self.recorder.phase = "backward"
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
-        self.recorder.leaves.need_same((p, self.recorder.known(p)) for p in self.params.values())
+        self.recorder.leaves.need_same((p, self.recorder.handle_of(p)) for p in self.params.values())
         self.gradients = {
-            self.recorder.known(p): self.recorder.known(p.grad)
+            self.recorder.handle_of(p): self.recorder.handle_of(p.grad)
             for p in self.params.values()
             if p.grad is not None and p.numel()
         }
@@ -175,39 +175,39 @@ class TraceRun:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def build(self, graph: Graph, known: Sequence[str]) -> Graph:
+    def build(self, graph: Graph, relations: Sequence[str]) -> Graph:
         """Add the recorded events to a graph and fold the iterations of loops over sizes into loops."""
-        graph.assume(*known)
+        graph.assume(*relations)
         builder = Builder(graph, self.recorder.sources)
         builder.run(self.recorder.events)
         graph.output(*(builder.tensor(h) for h in self.outputs if h.numel))
         graph.gradients.update({builder.sources[p.storage]: builder.tensor(g) for p, g in self.gradients.items()})
         builder.finish()
         graph.freeze()
-        counts = self.recorder.turns
-        if not counts.loops:
+        loop_state = self.recorder.loop_state
+        if not loop_state.loops:
             return graph
-        if counts.broken:
-            raise counts.refused("is left before the last of its turns")
+        if loop_state.broken:
+            raise loop_state.fold_error("is left before its last iteration")
         try:
-            return fold_turns(graph, builder.turns.counted(counts, self.recorder.values.translator))
+            return fold_turns(graph, builder.loop_labels.counted(loop_state, self.recorder.values.translator))
         except GraphError as error:
-            raise counts.refused(str(error)) from error
+            raise loop_state.fold_error(str(error)) from error
 
 
-def _tensors(value: Any, seen: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+def _tensors(value: Any, visited: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
     """Yield the tensors in a module's output, in containers and attributes of any depth."""
-    if id(value) in seen:
+    if id(value) in visited:
         return
     if is_a(value, torch.Tensor):
         yield value
         return
     if is_a(value, dict | list | tuple):
-        inside = [v for _, v in elements(value)] if is_a(value, dict) else elements(value)
+        children = [v for _, v in elements(value)] if is_a(value, dict) else elements(value)
     else:
-        inside = list(value.values() if is_a(value, Mapping) else (attributes(value) or {}).values())
-    for v in inside:
-        yield from _tensors(v, (*seen, id(value)))
+        children = list(value.values() if is_a(value, Mapping) else (attributes(value) or {}).values())
+    for v in children:
+        yield from _tensors(v, (*visited, id(value)))
 
 
 @contextmanager
@@ -226,8 +226,10 @@ def plain_errors() -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        at = [f for f in frames if is_program(f.filename)][-1:] or frames[-1:]
-        raise UnsupportedError(f"{place(at[0].filename, at[0].lineno, at[0].name)}: {_cause(error)}") from error
+        innermost = [f for f in frames if is_program(f.filename)][-1:] or frames[-1:]
+        raise UnsupportedError(
+            f"{location(innermost[0].filename, innermost[0].lineno, innermost[0].name)}: {_cause(error)}"
+        ) from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
@@ -237,30 +239,29 @@ def _cause(error: Exception) -> str:
     """Return the cause of an error in words, with the remedy."""
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException | DynamicOutputShapeException):
         return (
-            "goes by the data of a tensor, which has none, expected a program that runs on tensors without data; what "
-            "is known are buffers, and whether something holds of inputs that are whole numbers or truth values"
+            "depends on the values of a tensor, which are unknown in a trace; only buffers, and conditions on integer "
+            "or boolean inputs, have known values"
         )
     if "symbolic sizes" in str(error):
         return (
-            "runs in torch on sizes that are numbers alone, expected no dimensions there; name none (None) for the "
-            "axes of what it is given"
+            "calls a torch function that does not accept symbolic sizes; leave the axes of its operands unnamed (None)"
         )
-    said = f"{type(error).__name__} {error}".lower()
-    if any(word in said for word in ("nestedint", "nestedtensor", "nested tensor", "nested_tensor")):
+    text = f"{type(error).__name__} {error}".lower()
+    if any(word in text for word in ("nestedint", "nestedtensor", "nested tensor", "nested_tensor")):
         return (
-            "makes a nested tensor, the lengths of whose rows are data, expected dense tensors; pad the rows to one "
-            "length, or pack them along one axis"
+            "creates a nested tensor, whose row lengths are data; pad the rows to one length, or pack them along "
+            "one axis"
         )
-    if "sparsetensor" in said or "sparse_" in said or "sparse csr" in said or "sparsecsr" in said:
-        return "takes a sparse tensor, the places of whose elements are data, expected a dense one; call `.to_dense()`"
+    if "sparsetensor" in text or "sparse_" in text or "sparse csr" in text or "sparsecsr" in text:
+        return "uses a sparse tensor, whose element positions are data; expected a dense tensor; call `.to_dense()`"
     first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {shown(first, 300)}; expected a program that runs on tensors without data"
+    return f"{type(error).__name__}: {shown(first, 300)}; the program must run on tensors without data"
 
 
 # -- trace -------------------------------------------------------------------------------------------------------------
 
 #: Number of new hints tried per size: several loops may each request one.
-_RESIZED = 6
+_MAX_RESIZES = 6
 
 
 @dataclass(frozen=True)
@@ -369,31 +370,31 @@ def trace(
     need_choice("trace: fixed", fixed, ("error", "given"))
     need_choice("trace: data_sizes", data_sizes, ("symbol", "error"))
     need_choice("trace: device", device, ("cpu", "cuda"))
-    for op, taken in (choose or {}).items():
-        if not isinstance(op, str) or not isinstance(taken, int | float):
+    for op, choice in (choose or {}).items():
+        if not isinstance(op, str) or not isinstance(choice, int | float):
             raise GraphError(
-                f"trace: choose {shown(op)}: {shown(taken)}, expected names of ops with a number or a truth value each"
+                f"trace: choose maps {shown(op)} to {shown(choice)}; expected op names with a number or a boolean each"
             )
     if arch is not None and device == "cpu":
-        raise GraphError(f"trace: arch {shown(arch)} of a CPU, expected device='cuda' with it")
+        raise GraphError(f"trace: arch {shown(arch)} requires device='cuda'")
     target = arch_of(DEFAULT if arch is None else arch, "trace") if device == "cuda" else None
     if isinstance(module, ExportedProgram):
         module = module.module()
     if not isinstance(module, nn.Module):
         raise GraphError(f"trace: got {type(module).__name__}, expected a torch.nn.Module, or an exported program")
     if optimizer is not None and not train:
-        raise GraphError("trace: an optimizer without train=True, expected a backward pass before its step")
+        raise GraphError("trace: an optimizer requires train=True, since its step needs gradients")
     module = module._orig_mod if isinstance(module, OptimizedModule) else module
     module = initialized(module, inputs, dict(keywords or {}))
-    given = NamedArguments(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}), cached)
+    arguments = NamedArguments(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}), cached)
     graph = partial(Graph, name or type(module).__name__, dtype=_usual_format(module))
     options = Options(unknown, fixed, data_sizes, dict(choose or {}))
-    return _traced(module, given, optimizer, target, graph, options, train=train)
+    return _traced(module, arguments, optimizer, target, graph, options, train=train)
 
 
 def _traced(
     module: nn.Module,
-    given: NamedArguments,
+    arguments: NamedArguments,
     optimizer: Factory | None,
     target: Arch | None,
     graph: Callable[[], Graph],
@@ -402,113 +403,115 @@ def _traced(
     train: bool,
 ) -> Graph:
     """Run a module as often as needed: exact quotients, number formats and loops are settled by further runs."""
-    watched = partial(_watched, module, given, optimizer, target, options, train=train)
+    record_run = partial(_recorded, module, arguments, optimizer, target, options, train=train)
     exact = frozenset[sympy.Expr]()
     integers = False
     try:
-        sizes, shapes, run = _first(watched, given.sizes())
+        sizes, shapes, run = _first_run(record_run, arguments.sizes())
     except UnsupportedError as error:
         integers = True
-        watched = partial(watched, integers=True)
+        record_run = partial(record_run, integers=True)
         try:
             with redirect_stdout(StringIO()):
-                sizes, shapes, run = _first(watched, given.sizes())
+                sizes, shapes, run = _first_run(record_run, arguments.sizes())
         except CostGraphError:
             raise error from error.__cause__
     if shapes.exact:  # now known from the start
         exact = frozenset(shapes.exact)
         with redirect_stdout(StringIO()):
-            shapes, run = watched(sizes, exact=exact)
-    narrow = partial(_watched, module, given, None, target, options, narrow=True, exact=exact, integers=integers)
-    _settle(run, narrow, sizes)
-    known = assumptions(shapes, run.recorder.values.translator)
-    if not run.recorder.turns.loops:
-        return run.build(graph(), known)
-    sizes |= run.recorder.turns.elsewhere()
+            shapes, run = record_run(sizes, exact=exact)
+    narrow = partial(_recorded, module, arguments, None, target, options, narrow=True, exact=exact, integers=integers)
+    _settle_formats(run, narrow, sizes)
+    relations = assumptions(shapes, run.recorder.values.translator)
+    if not run.recorder.loop_state.loops:
+        return run.build(graph(), relations)
+    sizes |= run.recorder.loop_state.next_sizes()
     with redirect_stdout(StringIO()):
-        shapes, other = watched(sizes, exact=exact)
-    _settle(other, narrow, sizes)
-    found = assumptions(shapes, other.recorder.values.translator)
-    known = [text for text in known if text in found]
-    made = run.build(graph(), known)
-    why = unlike(made, other.build(graph(), known))
-    if why is not None:
-        raise run.recorder.turns.refused(f"what it does is not the same at other sizes: {why}")
-    return made
+        shapes, rerun = record_run(sizes, exact=exact)
+    _settle_formats(rerun, narrow, sizes)
+    relations_elsewhere = assumptions(shapes, rerun.recorder.values.translator)
+    relations = [text for text in relations if text in relations_elsewhere]
+    traced = run.build(graph(), relations)
+    difference = unlike(traced, rerun.build(graph(), relations))
+    if difference is not None:
+        raise run.recorder.loop_state.fold_error(f"its iterations differ at other sizes: {difference}")
+    return traced
 
 
-def _settle(run: TraceRun, narrow: Callable[..., tuple[Shapes, TraceRun]], sizes: Mapping[str, int]) -> None:
+def _settle_formats(run: TraceRun, narrow: Callable[..., tuple[Shapes, TraceRun]], sizes: Mapping[str, int]) -> None:
     """Find which casts follow the model's number format, by a run in another one.
 
     A run at plain numbers takes a third of the time and usually issues the same casts. Programs that branch differently
     there, such as those with loops over sizes, are run with symbols.
     """
-    if not run.formats.asked:
+    if not run.formats.casts:
         return
-    alike = bool(sizes) and not run.recorder.turns.loops and not run.formats.replaced
+    same_path = bool(sizes) and not run.recorder.loop_state.loops and not run.formats.replaced
     # the program may fail in another format; its output was printed by the first run
     with suppress(CostGraphError), redirect_stdout(StringIO()):
-        if alike and run.formats.settle(narrow(sizes, numbers=True)[1].formats):
+        if same_path and run.formats.settle(narrow(sizes, numbers=True)[1].formats):
             return
     with suppress(CostGraphError), redirect_stdout(StringIO()):
-        run.formats.settle(_resized(narrow, dict(sizes))[1].formats)
+        run.formats.settle(_run_at_loop_sizes(narrow, dict(sizes))[1].formats)
 
 
-def _first(
-    watched: Callable[..., tuple[Shapes, TraceRun]], given: Mapping[str, int]
+def _first_run(
+    record_run: Callable[..., tuple[Shapes, TraceRun]], named_sizes: Mapping[str, int]
 ) -> tuple[dict[str, int], Shapes, TraceRun]:
     """Run at the first candidate sizes whose path also holds at the given sizes, else at the first accepted ones."""
-    found: list[tuple[dict[str, int], Shapes, TraceRun]] = []
+    accepted: list[tuple[dict[str, int], Shapes, TraceRun]] = []
     failed: UnsupportedError | None = None
-    for sizes in alternatives(given):
+    for sizes in alternatives(named_sizes):
         try:
-            with redirect_stdout(StringIO()) if found or failed else nullcontext():
-                shapes, run = _resized(watched, sizes)
+            with redirect_stdout(StringIO()) if accepted or failed else nullcontext():
+                shapes, run = _run_at_loop_sizes(record_run, sizes)
         except UnsupportedError as error:
             if error.__cause__ is None or isinstance(error.__cause__, CostGraphError):
                 raise  # refused by the trace at any size
             failed = failed or error
             continue
-        found.append((sizes, shapes, run))
-        if _holds_at(given, shapes, run):
-            return found[-1]
-    if not found and failed is not None:
+        accepted.append((sizes, shapes, run))
+        if _holds_at(named_sizes, shapes, run):
+            return accepted[-1]
+    if not accepted and failed is not None:
         raise failed
-    return found[0]
+    return accepted[0]
 
 
-def _holds_at(given: Mapping[str, int], shapes: Shapes, run: TraceRun) -> bool:
+def _holds_at(named_sizes: Mapping[str, int], shapes: Shapes, run: TraceRun) -> bool:
     """Return whether the assumptions of a run hold at the given sizes."""
-    known = {n: poly(size) for n, size in given.items()}
+    bindings = {n: poly(size) for n, size in named_sizes.items()}
     try:
         for text in assumptions(shapes, run.recorder.values.translator):
-            parse_relation(text).check(known)
+            parse_relation(text).check(bindings)
     except CostGraphError:
         return False
     return True
 
 
-def _resized(watched: Callable[..., tuple[Shapes, TraceRun]], sizes: dict[str, int]) -> tuple[Shapes, TraceRun]:
+def _run_at_loop_sizes(
+    record_run: Callable[..., tuple[Shapes, TraceRun]], sizes: dict[str, int]
+) -> tuple[Shapes, TraceRun]:
     """Run at sizes that give loops over them a few iterations; update `sizes` to those."""
-    given, raised = dict(sizes), set[str]()
-    for _ in range(_RESIZED * len(sizes)):
+    original, raised = dict(sizes), set[str]()
+    for _ in range(_MAX_RESIZES * len(sizes)):
         try:
-            shapes, run = watched(sizes, raised=raised)
+            shapes, run = record_run(sizes, raised=raised)
         except ResizeError as error:
             if error.size > sizes[error.name]:
                 raised.add(error.name)
             sizes[error.name] = error.size
             continue
-        if not _holds_at(given, shapes, run):  # the program takes another path there
+        if not _holds_at(original, shapes, run):  # the program takes another path there
             break
         return shapes, run
-    sizes.update(given)
-    return watched(sizes)
+    sizes.update(original)
+    return record_run(sizes)
 
 
-def _watched(
+def _recorded(
     module: nn.Module,
-    given: NamedArguments,
+    arguments: NamedArguments,
     optimizer: Factory | None,
     target: Arch | None,
     options: Options,
@@ -522,36 +525,38 @@ def _watched(
     numbers: bool = False,
 ) -> tuple[Shapes, TraceRun]:
     """Run a module under a recorder, in its own number format or, with `narrow`, in another one."""
-    shapes = Shapes(given.sizes(), exact, fixed=options.fixed == "given")
+    shapes = Shapes(arguments.sizes(), exact, fixed=options.fixed == "given")
     symbols = options.data_sizes == "symbol"
-    translator = Translator(shapes.names, exact, wholes=shapes.wholes, symbols=symbols, chosen=shapes.chosen)
-    data, device = Data(shapes, options.choose), "cpu" if target is None else "cuda"
-    turns = Loops(shapes, raised)
-    recorder = Recorder(
-        Values(translator), Scopes(module), data, turns, symbols=options.unknown == "symbol", device=device
+    translator = Translator(
+        shapes.names, exact, block_counts=shapes.block_counts, symbols=symbols, data_sizes=shapes.data_sizes
     )
-    place: Callable[[], AbstractContextManager[None]] = nullcontext
+    data, device = Data(shapes, options.choose), "cpu" if target is None else "cuda"
+    loop_state = Loops(shapes, raised)
+    recorder = Recorder(
+        Values(translator), Scopes(module), data, loop_state, symbols=options.unknown == "symbol", device=device
+    )
+    device_context: Callable[[], AbstractContextManager[None]] = nullcontext
     if target is not None:
         recorder.kernels, recorder.stand_ins = KERNELS, {**recorder.stand_ins, **CUDA_STATISTICS}
-        place = partial(on_cuda, ProgramDevice(target, recorder.choices))
-    run = TraceRun(module, recorder, optimizer, place)
-    opened = open_integers(module) if integers else nullcontext()
+        device_context = partial(on_cuda, ProgramDevice(target, recorder.choices))
+    run = TraceRun(module, recorder, optimizer, device_context)
+    integers_context = open_integers(module) if integers else nullcontext()
     with (
         FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True),
         plain_errors(),
-        forgetting(recorder.left),
-        borrowed(module, *given.others(), host=target is not None) as data.held,
-        data.unseen(),
+        clearing_caches(recorder.has_live_storages),
+        borrowed(module, *arguments.non_tensors(), host=target is not None) as data.real_data,
+        data.hide_fake_tensors(),
     ):
         named = {n: size if numbers else shapes.named(n, size) for n, size in sizes.items()}
-        fakes = given.fakes(named, data, host=target is not None)
+        fakes = arguments.fakes(named, data, host=target is not None)
         unpack_linears(module)
         if narrow:
-            own = [*module.parameters(), *module.buffers(), *(t for t, _ in given.held.values())]
-            fakes = narrowed(own, fakes)
-        run.declare(fakes, given.kept(fakes))
-        with recorder.scopes.watching(), torch.compiler.set_stance("force_eager"), opened:
-            run(*given.arguments(fakes), train=train)
+            tensors = [*module.parameters(), *module.buffers(), *(t for t, _ in arguments.nested.values())]
+            fakes = narrowed(tensors, fakes)
+        run.declare(fakes, arguments.cache_tensors(fakes))
+        with recorder.scopes.tracking(), torch.compiler.set_stance("force_eager"), integers_context:
+            run(*arguments.arguments(fakes), train=train)
     return shapes, run
 
 

@@ -11,12 +11,12 @@ from ...ops.loops import Kernel
 from ...ops.reduce import Reduce
 from .kernels import (
     SplitKernel,
-    before,
     heads,
-    live,
-    passes,
-    swapped,
+    is_linear_in,
+    live_ops,
+    operand_placement,
     views,
+    with_axis_moved,
 )
 from .placed_tensors import (
     RequestedPlacements,
@@ -30,34 +30,34 @@ __all__ = ["Cutting"]
 class Cutting(TokenRouting):
     """Copies kernels."""
 
-    def __init__(self, stated: RequestedPlacements) -> None:
-        super().__init__(stated)
+    def __init__(self, requested: RequestedPlacements) -> None:
+        super().__init__(requested)
         self.scattered: dict[Tensor, tuple[int, Tensor]] = {}
         """Results of scatters into zeros with one value along an axis: that axis, and the values."""
 
-    def note_scattered(self, op: Op, operands: Sequence[Tensor], made: Tensor) -> None:
+    def note_scattered(self, op: Op, operands: Sequence[Tensor], result: Tensor) -> None:
         """Record a scatter into zeros with one value along a sharded axis."""
         kind = op.kind
         if not isinstance(kind, Scatter) or kind.mode != "add" or len(operands) != 3:
             return
         zero, values, axis = self.tensors[op.operands[0]], operands[2], kind.batch
-        one = values.sizes == (*made.sizes[:axis], ONE, *made.sizes[axis + 1 :])
+        one = values.sizes == (*result.sizes[:axis], ONE, *result.sizes[axis + 1 :])
         if (
             isinstance(zero, UnplacedSource)
             and zero.zero
             and one
-            and any(isinstance(f, str) for f in self.at[made].dims[axis])
+            and any(isinstance(f, str) for f in self.placements[result].dims[axis])
         ):
-            self.scattered[made] = axis, values
+            self.scattered[result] = axis, values
 
     def is_summed(self, op: Op) -> bool:
         """Whether an op sums such a scatter along its axis: all ranks have the values already."""
         if not isinstance(op.kind, Reduce) or op.kind.operation != "sum":
             return False
-        found = self.tensors[op.operands[0]]
-        if found not in self.scattered:
+        local = self.tensors[op.operands[0]]
+        if local not in self.scattered:
             return False
-        axis, values = self.scattered[found]
+        axis, values = self.scattered[local]
         x, (r,) = op.operands[0], op.results
         if r.sizes != (*x.sizes[:axis], ONE, *x.sizes[axis + 1 :]) or r.dtype != values.dtype:
             return False
@@ -73,91 +73,91 @@ class Cutting(TokenRouting):
         kind = op.kind
         assert isinstance(kind, Kernel)
         body = kind.body
-        places = heads(body) if self.stated.exchanged else {}
+        head_axes = heads(body) if self.requested.exchanged else {}
         for old in op.operands:
-            if old.sizes in places and old not in self.inside:
-                self.swap(old, *places[old.sizes], new, op.phase)
-        operands = [self.prepared(op, i, new, self.inside if places else {}) for i in range(len(op.operands))]
-        outer, self.piece = self.piece, SplitKernel(op, kind, operands, new, self.piece)
+            if old.sizes in head_axes and old not in self.by_heads:
+                self.swap(old, *head_axes[old.sizes], new, op.phase)
+        operands = [self.operand(op, i, new, self.by_heads if head_axes else {}) for i in range(len(op.operands))]
+        outer, self.open_kernel = self.open_kernel, SplitKernel(op, kind, operands, new, self.open_kernel)
         for f, t in zip(body.formals, operands, strict=True):
             self.tensors[f] = t
-        needed = live(body)
+        needed = live_ops(body)
         for inner in body.ops:
             self.emit(inner, new)
-            self.piece.useful |= inner in needed
-        made = [self.value(o, new) for o in body.outputs]
-        self.piece.outputs = made
-        self.piece.useful |= any(t.graph is self.piece.body for t in made)
-        self.piece.close(last=True)
-        self.piece = outer
+            self.open_kernel.useful |= inner in needed
+        outputs = [self.value(o, new) for o in body.outputs]
+        self.open_kernel.outputs = outputs
+        self.open_kernel.useful |= any(t.graph is self.open_kernel.body for t in outputs)
+        self.open_kernel.close(last=True)
+        self.open_kernel = outer
         for old, f, t in zip(op.operands, body.formals, operands, strict=True):
             if self.tensors[f] is not t:  # rows were exchanged
                 self.tensors[old] = self.tensors[f]
-        for t, inner_t in zip(op.results, made, strict=True):
-            result = self.here(new).adopt(inner_t)
-            self.stands_for(result, inner_t)
-            if inner_t in self.homes:
-                self.homes[result] = self.homes[inner_t]
+        for t, inner_t in zip(op.results, outputs, strict=True):
+            result = self.current_graph(new).adopt(inner_t)
+            self.note_alias(result, inner_t)
+            if inner_t in self.natural:
+                self.natural[result] = self.natural[inner_t]
             if inner_t in self.scattered:
                 self.scattered[result] = self.scattered[inner_t]
             self.tensors[t] = result
-            if t.sizes in places:
-                self.swap_back(t, *places[t.sizes], new, op.phase)
+            if t.sizes in head_axes:
+                self.swap_back(t, *head_axes[t.sizes], new, op.phase)
 
     def swap(self, old: Tensor, head: int, position: int, new: Graph, phase: str) -> None:
         """Redistribute an attention operand from sequence to heads; the base of its views is moved, which is saved."""
         t = self.value(old, new)
-        at = self.at[t]
-        for axis in self.stated.exchanged:
-            if at.dim(axis) == position:
-                at = swapped(at, axis, head, old.sizes, self.mesh)
-        if at == self.at[t]:
+        placement = self.placements[t]
+        for axis in self.requested.exchanged:
+            if placement.dim(axis) == position:
+                placement = with_axis_moved(placement, axis, head, old.sizes, self.mesh)
+        if placement == self.placements[t]:
             return
         base, chain = old, list[Op]()
         for op in views(old) if phase == "forward" else ():
-            wanted = before(op.kind.placed(op), at, self.mesh)  # type: ignore[arg-type]  # it has a rule
-            if wanted is None:
+            base_placement = operand_placement(op.kind.placed(op), placement, self.mesh)  # type: ignore[arg-type]  # it has a rule
+            if base_placement is None:
                 break
-            at, base = wanted, op.operands[0]
+            placement, base = base_placement, op.operands[0]
             chain.append(op)
-        known = {t: self.tensors[t] for t in (base, *(op.results[0] for op in chain))}
-        self.inside[base] = self.tensors[base] = self.moved_to(self.value(base, new), at, new, phase)
+        saved = {t: self.tensors[t] for t in (base, *(op.results[0] for op in chain))}
+        self.by_heads[base] = self.tensors[base] = self.moved_to(self.value(base, new), placement, new, phase)
         for op in reversed(chain):
             self.plain(op, new)
-        self.inside[old] = self.tensors[old]
-        self.tensors |= known
+        self.by_heads[old] = self.tensors[old]
+        self.tensors |= saved
 
     def swap_back(self, old: Tensor, head: int, position: int, new: Graph, phase: str) -> None:
         """Redistribute an attention result from heads to the sequence."""
         t = self.tensors[old]
-        at = self.at[t]
-        for axis in self.stated.exchanged:
-            if at.dim(axis) == head:
-                at = swapped(at, axis, position, old.sizes, self.mesh)
-        if at != self.at[t]:
-            self.inside[old], self.tensors[old] = t, self.moved_to(t, at, new, phase)
+        placement = self.placements[t]
+        for axis in self.requested.exchanged:
+            if placement.dim(axis) == head:
+                placement = with_axis_moved(placement, axis, position, old.sizes, self.mesh)
+        if placement != self.placements[t]:
+            self.by_heads[old], self.tensors[old] = t, self.moved_to(t, placement, new, phase)
 
-    def prepared(self, op: Op, i: int, new: Graph, inside: Mapping[Tensor, Tensor]) -> Tensor:
+    def operand(self, op: Op, i: int, new: Graph, by_heads: Mapping[Tensor, Tensor]) -> Tensor:
         """Return a kernel operand, with a partial sum reduced to the placement of a similar operand."""
         old = op.operands[i]
         similar = (
-            self.at[self.tensors[o]]
+            self.placements[self.tensors[o]]
             for o in op.operands
             if o is not old and o.sizes == old.sizes and isinstance(self.tensors[o], Tensor)
-            and not self.at[self.tensors[o]].pending
+            and not self.placements[self.tensors[o]].pending
         )  # fmt: skip
         if isinstance(self.tensors[old], UnplacedSource):
             return self.value(old, new, next(similar, None), op.phase)
-        t = inside[old] if old in inside else self.value(old, new)
-        at = self.at[t]
+        t = by_heads[old] if old in by_heads else self.value(old, new)
+        placement = self.placements[t]
         if t in self.params and op.phase != "optimizer":
-            at = at.without(self.params[t] & at.axes, self.mesh)
+            placement = placement.without(self.params[t] & placement.axes, self.mesh)
         if t in self.undecided:
-            at = next(similar, at)
-        shared = all(self.mesh.beside(axis) & at.axes for axis in at.pending)
+            placement = next(similar, placement)
+        shared = all(self.mesh.beside(axis) & placement.axes for axis in placement.pending)
         assert isinstance(op.kind, Kernel)
         # row offsets are rank-local partial sums that ops inside handle themselves
-        reduced = at.pending and t not in self.rows.own
-        if reduced and not (shared and passes(op.kind.body, op.kind.body.formals[i])):
-            at = next(similar, at.without(at.pending, self.mesh))
-        return self.moved_to(t, at, new, op.phase)
+        reduced = placement.pending and t not in self.rows.indices
+        if reduced and not (shared and is_linear_in(op.kind.body, op.kind.body.formals[i])):
+            placement = next(similar, placement.without(placement.pending, self.mesh))
+        return self.moved_to(t, placement, new, op.phase)

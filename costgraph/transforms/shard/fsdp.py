@@ -16,7 +16,7 @@ from ...ops.collectives import Collective, LocalShard, Pack
 from ...ops.elementwise import Pointwise
 from ...ops.keep_alive import KeepAlive
 from ...ops.loops import Empty, Undef
-from .flat import added, cast_to, from_rows, in_rows, joined, pieces
+from .flat import add_op, cast_to, from_rows, in_rows, joined, pieces
 from .fsdp_policy import unit_of
 from .grad_buffers import GradBuffers
 from .partial_sums import adds, targets
@@ -75,7 +75,7 @@ class ParamGroup:
 class CarriedBuffer:
     """A carry that keeps a buffer alive until the next iteration."""
 
-    what: str
+    role: str
     """flat (parameters) or input (gradients)"""
     start: Tensor
     next: Tensor | None = None
@@ -85,26 +85,26 @@ class CarriedBuffer:
 class BodyGroups:
     """The state of a body's units while it is copied."""
 
-    around: Op | None = None
+    loop_op: Op | None = None
     """The loop, None for the graph itself."""
     layer: bool = False
     """Whether the body is an iteration of a loop over layers; it is one unit unless `split`."""
     split: bool = False
     """Whether an iteration has several layers, each of them a unit."""
     units: list[ParamGroup] = field(default_factory=list)
-    of: dict[Storage, ParamGroup] = field(default_factory=dict)
+    by_storage: dict[Storage, ParamGroup] = field(default_factory=dict)
     """The unit by old storage, which includes views of members."""
     casts: dict[Tensor, Tensor] = field(default_factory=dict)
     """Old casts of members to the format that is gathered, and the members."""
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
     """Shards by member."""
-    halves: dict[Tensor, Tensor] = field(default_factory=dict)
+    kept_shards: dict[Tensor, Tensor] = field(default_factory=dict)
     """The part of each member that a rank keeps between the passes, if it is larger than the shard."""
-    open: dict[str, dict[Tensor, Tensor]] = field(default_factory=dict)
+    unsharded: dict[str, dict[Tensor, Tensor]] = field(default_factory=dict)
     """Unsharded members, by unit."""
-    ahead: dict[str, list[Tensor]] = field(default_factory=dict)
+    prefetched: dict[str, list[Tensor]] = field(default_factory=dict)
     """Prefetched buffers, by unit."""
-    late: dict[Tensor, str] = field(default_factory=dict)
+    unreduced: dict[Tensor, str] = field(default_factory=dict)
     """Old gradients that are not reduced yet, and their units."""
     waiting: dict[Tensor, Op] = field(default_factory=dict)
     """Old tensors that wait for reduced gradients, and the ops that compute them."""
@@ -115,7 +115,7 @@ class BodyGroups:
     inputs: list[Tensor] = field(default_factory=list)
     """Reduce-scatter inputs that are freed just before the next ones are filled."""
     carried: list[CarriedBuffer] = field(default_factory=list)
-    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    residuals: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Members that stay unsharded for the backward pass."""
     end: Op | None = None
     """The last op of the forward pass that reads a member."""
@@ -126,41 +126,43 @@ class BodyGroups:
         for t, key in members.items():
             if t.storage in read:
                 unit = next((u for u in self.units if u.key == key), None) or self._added(key)
-                self.of[t.storage] = unit
+                self.by_storage[t.storage] = unit
                 unit.members.append(t)
         for op in old.ops:
             c = op.results[0] if op.results else None
             if c is not None and self._narrows(op, c, dtype):
-                self.casts[c], self.of[c.storage] = op.operands[0], self.of[op.operands[0].storage]
+                self.casts[c], self.by_storage[c.storage] = op.operands[0], self.by_storage[op.operands[0].storage]
         root = next((u for u in self.units if not u.key), None)
         for op in old.ops:
-            found = window(op)
-            if found is None or (op.results and op.results[0] in self.casts):
+            phase = window(op)
+            if phase is None or (op.results and op.results[0] in self.casts):
                 continue
             touched = list(self._at(op))
             for unit in touched:
-                unit.first.setdefault(found, op)
-                unit.last[found] = op
-            if found == "forward" and (touched or op.loop is not None):
+                unit.first.setdefault(phase, op)
+                unit.last[phase] = op
+            if phase == "forward" and (touched or op.loop is not None):
                 self.end = op
-            if root is not None and found in root.first and (found == "backward" or touched):
-                root.last[found] = op
+            if root is not None and phase in root.first and (phase == "backward" or touched):
+                root.last[phase] = op
 
     def ordered(self, phase: str, old: Graph) -> list[ParamGroup]:
         """Return the units that a pass reads, in order."""
-        found = [u for u in self.units if phase in u.first]
-        return sorted(found, key=lambda u: old.ops.index(u.first[phase]))
+        units = [u for u in self.units if phase in u.first]
+        return sorted(units, key=lambda u: old.ops.index(u.first[phase]))
 
     def unit_at(self, op: Op) -> str:
         """Return the unit whose layer contains an op; gradients of other ops are reduced after all layers."""
         scope = f"{op.scope}/"
         return next((u.key for u in self.units if scope.startswith(f"{u.key}/")), "layer")
 
-    def _narrows(self, op: Op, made: Tensor, dtype: str | None) -> bool:
+    def _narrows(self, op: Op, cast: Tensor, dtype: str | None) -> bool:
         """Whether an op casts a member to the gathered format, for the passes only."""
-        handed = made in op.graph.outputs and (self.around is None or made not in self.around.loop.saved)  # type: ignore[union-attr]
+        escapes = cast in op.graph.outputs and (self.loop_op is None or cast not in self.loop_op.loop.saved)  # type: ignore[union-attr]
         member = is_cast(op) and any(op.operands[0] in unit.members for unit in self.units)
-        return member and made.dtype.name == dtype and not handed and all(map(window, (op, *op.graph.successors(made))))
+        return (
+            member and cast.dtype.name == dtype and not escapes and all(map(window, (op, *op.graph.successors(cast))))
+        )
 
     def _added(self, key: str) -> ParamGroup:
         self.units.append(ParamGroup(key))
@@ -168,7 +170,7 @@ class BodyGroups:
 
     def _at(self, op: Op) -> Iterator[ParamGroup]:
         """Yield the units an op belongs to: those it reads, or whose scope it is in."""
-        read = {self.of[t.storage].key for t in reads(op) if t.storage in self.of}
+        read = {self.by_storage[t.storage].key for t in reads(op) if t.storage in self.by_storage}
         scope = re.sub(r"[/.]+", ".", op.scope) + "."
         for unit in self.units:
             if unit.key in read or (unit.key and scope.startswith(re.sub(r"[/.]+", ".", unit.key) + ".")):
@@ -189,8 +191,8 @@ class BodyGroups:
         for op in old.ops:
             order += [u for u, w in self.beginning(op) if w == "backward"]
             order += [op] if op.loop is not None else []
-        at = order.index(unit) + 1
-        return order[at] if at < len(order) else None
+        index = order.index(unit) + 1
+        return order[index] if index < len(order) else None
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------
@@ -199,25 +201,25 @@ class BodyGroups:
 class Buffers(GradBuffers):
     """Extends buffer lifetimes for prefetching."""
 
-    def __init__(self, stated: RequestedPlacements) -> None:
-        super().__init__(stated)
-        self.policy = stated.policy
+    def __init__(self, requested: RequestedPlacements) -> None:
+        super().__init__(requested)
+        self.policy = requested.policy
         self.frame = BodyGroups()
-        self.left = BodyGroups()
+        self.last_frame = BodyGroups()
         """The frame of the body that was copied last."""
-        self.kept: dict[Tensor, Tensor] = {}
+        self.unsharded: dict[Tensor, Tensor] = {}
         """New stacks of parameters, and their unsharded residuals for the backward pass."""
-        self.early: dict[tuple[Op, Empty | Undef], Tensor] = {}
+        self.preallocated: dict[tuple[Op, Empty | Undef], Tensor] = {}
         """Buffers that are allocated before a loop, for its first layer."""
 
-    def hold(self, tensors: Sequence[Tensor], new: Graph, phase: str) -> None:
+    def keep_alive(self, tensors: Sequence[Tensor], new: Graph, phase: str) -> None:
         """Keep tensors alive until here."""
         if tensors:
-            added(new, KeepAlive(), tensors, f"{tensors[0].name}.freed", phase)
+            add_op(new, KeepAlive(), tensors, f"{tensors[0].name}.freed", phase)
 
     def release(self, new: Graph, phase: str) -> None:
         """Free the waiting buffers before a loop, whose layers have their own."""
-        self.hold([*self.frame.flats, *self.frame.inputs], new, phase)
+        self.keep_alive([*self.frame.flats, *self.frame.inputs], new, phase)
         self.frame.flats, self.frame.inputs = [], []
 
     def after_last(self, flats: Sequence[Tensor], new: Graph, phase: str) -> list[Tensor]:
@@ -226,92 +228,92 @@ class Buffers(GradBuffers):
         for flat in flats:
             waiting, self.frame.flats = self.frame.flats, []
             if self.frame.layer and not (self.frame.split and self.frame.carried):
-                waiting = [self.hand_over("flat", Undef(sizes=flat.sizes, dtype=flat.dtype), new)]
-            out.append(added(new, KeepAlive(), [flat, *waiting], f"{flat.name}.kept", phase) if waiting else flat)
+                waiting = [self.add_carry("flat", Undef(sizes=flat.sizes, dtype=flat.dtype), new)]
+            out.append(add_op(new, KeepAlive(), [flat, *waiting], f"{flat.name}.kept", phase) if waiting else flat)
             if self.frame.layer and not self.frame.split:
                 self.frame.carried[-1].next = out[-1]
         self.frame.flats = [] if self.frame.layer and not self.frame.split else [*out]
         return out
 
-    def hand_on_last(self, body: Graph, phase: str) -> None:
+    def carry_last_buffers(self, body: Graph, phase: str) -> None:
         """Carry the last unit's buffers to the next iteration, if shape and format match."""
-        left = {"flat": self.frame.flats, "input": self.frame.inputs}
+        buffers = {"flat": self.frame.flats, "input": self.frame.inputs}
         for c in (c for c in self.frame.carried if c.next is None):
-            alike = [t for t in left[c.what] if t.sizes == c.start.sizes and t.dtype == c.start.dtype]
+            matching = [t for t in buffers[c.role] if t.sizes == c.start.sizes and t.dtype == c.start.dtype]
             kind = Undef(sizes=c.start.sizes, dtype=c.start.dtype)
-            c.next = alike[0] if alike else added(body, kind, [], f"{c.start.name}.none", phase)
+            c.next = matching[0] if matching else add_op(body, kind, [], f"{c.start.name}.none", phase)
 
     def before_input(self, row: Tensor, size: Poly, dtype: DType, new: Graph, phase: str) -> Tensor:
         """Return the first row of a reduce-scatter input, which is filled after the previous input is freed."""
         waiting, self.frame.inputs = self.frame.inputs, []
-        if self.frame.layer and not (self.frame.split and any(c.what == "input" for c in self.frame.carried)):
+        if self.frame.layer and not (self.frame.split and any(c.role == "input" for c in self.frame.carried)):
             sizes = (*row.sizes[:-1], size)
-            waiting = [self.hand_over("input", Undef(sizes=sizes, dtype=dtype), new)]
-        return added(new, KeepAlive(), [row, *waiting], f"{row.name}.kept", phase) if waiting else row
+            waiting = [self.add_carry("input", Undef(sizes=sizes, dtype=dtype), new)]
+        return add_op(new, KeepAlive(), [row, *waiting], f"{row.name}.kept", phase) if waiting else row
 
-    def hand_over(self, what: str, kind: Empty | Undef, body: Graph) -> Tensor:
+    def add_carry(self, role: str, kind: Empty | Undef, body: Graph) -> Tensor:
         """Add a carry to the loop that is being written, and return its formal."""
         host, frame = body.parent, self.frame
         assert host is not None
-        assert frame.around is not None
-        start = self.early.get((frame.around, kind))
-        start = start or added(host, kind, [], f"{frame.around.name}.{what}", frame.around.phase)
-        made = body.formal(start, f"{start.name}.in", start.sizes, contiguous(start.sizes))
-        body.formals.remove(made)  # carries come first
-        body.formals.insert(len(frame.around.loop.carries) + len(frame.carried), made)  # type: ignore[union-attr]
-        frame.carried.append(CarriedBuffer(what, start))
-        return made
+        assert frame.loop_op is not None
+        start = self.preallocated.get((frame.loop_op, kind))
+        start = start or add_op(host, kind, [], f"{frame.loop_op.name}.{role}", frame.loop_op.phase)
+        formal = body.formal(start, f"{start.name}.in", start.sizes, contiguous(start.sizes))
+        body.formals.remove(formal)  # carries come first
+        body.formals.insert(len(frame.loop_op.loop.carries) + len(frame.carried), formal)  # type: ignore[union-attr]
+        frame.carried.append(CarriedBuffer(role, start))
+        return formal
 
     # -- loops ------------------------------------------------------------------------------------------------------
 
-    def as_kept(self, loop: Loop, xs: Sequence[Tensor]) -> list[Tensor]:
+    def with_unsharded(self, loop: Loop, xs: Sequence[Tensor]) -> list[Tensor]:
         """Return the sliced operands of a loop, with parameters that stayed unsharded replaced by their residuals."""
         if not any(window(op) for op in loop.body.walk()):
             return [*xs]
         written = {t.storage for op in loop.body.walk() for i in op.kind.overwrites() for t in [op.operands[i]]}
         for f, t in zip(loop.slices, xs, strict=True):
-            if t in self.kept and f.storage in written:
+            if t in self.unsharded and f.storage in written:
                 raise UnsupportedError(
-                    f"shard: {loop.op.name!r} updates {t.name!r}, of which reshard_after_forward=False keeps a copy: "
-                    f"expected updates behind the backward pass, or reshard_after_forward=True"
+                    f"shard: {loop.op.name!r} updates {t.name!r}, but reshard_after_forward=False keeps an unsharded "
+                    f"copy of it; expected updates after the backward pass, or reshard_after_forward=True"
                 )
-        return [self.kept.get(t, t) for t in xs]
+        return [self.unsharded.get(t, t) for t in xs]
 
-    def finished(
-        self, op: Op, body: Graph, given: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor], new: Graph
+    def add_loop(
+        self, op: Op, body: Graph, operands: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor], new: Graph
     ) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """Add a loop with the carries and residuals of its units; yield (result, inner tensor, whether stacked)."""
-        frame, loop = self.left, op.loop
+        frame, loop = self.last_frame, op.loop
         assert loop is not None
-        (begun, xs, shared), carries = given, len(loop.carries)
+        (carried, xs, shared), carries = operands, len(loop.carries)
         stacks = dict(zip(loop.slices, xs, strict=True))
-        kept = [(stacks[t], made) for t, made in frame.kept if t in stacks]
+        residuals = [(stacks[t], full) for t, full in frame.residuals if t in stacks]
         nexts = [c.next for c in frame.carried if c.next is not None]
         # a cast of a parameter is gathered again, so it is not a residual
-        gone = {i: stacks[frame.casts[t]] for i, t in enumerate(loop.body.outputs) if t in frame.casts}
-        self.tensors |= {op.results[i]: t for i, t in gone.items()}
-        left = [i for i in range(len(outputs)) if i not in gone]
-        outputs = [outputs[i] for i in left]
-        inner = [*outputs[:carries], *nexts, *outputs[carries:], *(made for _, made in kept)]
+        regathered = {i: stacks[frame.casts[t]] for i, t in enumerate(loop.body.outputs) if t in frame.casts}
+        self.tensors |= {op.results[i]: t for i, t in regathered.items()}
+        kept_indices = [i for i in range(len(outputs)) if i not in regathered]
+        outputs = [outputs[i] for i in kept_indices]
+        inner = [*outputs[:carries], *nexts, *outputs[carries:], *(full for _, full in residuals)]
         body.outputs += [body.adopt(t) for t in inner]
         kind = replace(
-            loop.kind, body=body, carries=carries + len(nexts), saved=loop.kind.saved - len(gone) + len(kept)
+            loop.kind, body=body, carries=carries + len(nexts), saved=loop.kind.saved - len(regathered) + len(residuals)
         )
-        starts = [*begun, *(c.start for c in frame.carried)]
-        made = new.add_op(kind, [*starts, *xs, *shared], op.name, op.phase)
-        made.scope, body.owner = op.scope, made
-        behind = made.results[carries + len(nexts) :]
-        own = [*made.results[:carries], *behind[: len(outputs) - carries]]
-        self.tensors |= {op.results[i]: t for i, t in zip(left, own, strict=True)}
-        for i, (r, t) in enumerate(zip(own, outputs, strict=True)):
+        starts = [*carried, *(c.start for c in frame.carried)]
+        loop_op = new.add_op(kind, [*starts, *xs, *shared], op.name, op.phase)
+        loop_op.scope, body.owner = op.scope, loop_op
+        stacked_results = loop_op.results[carries + len(nexts) :]
+        loop_results = [*loop_op.results[:carries], *stacked_results[: len(outputs) - carries]]
+        self.tensors |= {op.results[i]: t for i, t in zip(kept_indices, loop_results, strict=True)}
+        for i, (r, t) in enumerate(zip(loop_results, outputs, strict=True)):
             yield r, t, i >= carries
-        for (stack, t), r in zip(kept, behind[len(outputs) - carries :], strict=True):
+        for (stack, t), r in zip(residuals, stacked_results[len(outputs) - carries :], strict=True):
             yield r, t, True
-            self.kept[stack] = r
-        lasts = list(zip(frame.carried, made.results[carries : carries + len(nexts)], strict=True))
+            self.unsharded[stack] = r
+        lasts = list(zip(frame.carried, loop_op.results[carries : carries + len(nexts)], strict=True))
         if op.phase == "forward":
-            self.frame.flats = [r for c, r in lasts if c.what == "flat"]
-        self.frame.inputs = [r for c, r in lasts if c.what == "input"]
+            self.frame.flats = [r for c, r in lasts if c.role == "flat"]
+        self.frame.inputs = [r for c, r in lasts if c.role == "input"]
 
 
 # -- gradient reduction ------------------------------------------------------------------------------------------------
@@ -320,8 +322,8 @@ class Buffers(GradBuffers):
 class Reducing(Buffers):
     """Defers gradients until those of their unit can be reduced by one collective."""
 
-    def __init__(self, stated: RequestedPlacements) -> None:
-        super().__init__(stated)
+    def __init__(self, requested: RequestedPlacements) -> None:
+        super().__init__(requested)
         self.reduced: dict[Storage, Tensor] = {}
         """What remains of each gradient storage after reduction."""
 
@@ -329,21 +331,21 @@ class Reducing(Buffers):
         """Add an op with local sizes."""
         raise NotImplementedError
 
-    def put_off(self, op: Op) -> bool:
+    def wait_for_grads(self, op: Op) -> bool:
         """Whether an op waits for gradients that are reduced with their unit."""
         frame = self.frame
         if op.results and op.results[0] in frame.casts:  # the gathered parameter has the format already
             self.tensors[op.results[0]] = self.tensors[op.operands[0]]
             return True
-        found = op.loop is None and any(t in frame.late or t in frame.waiting for t in op.operands)
-        if not found or (op.phase == "optimizer" and not frame.layer):
+        waits = op.loop is None and any(t in frame.unreduced or t in frame.waiting for t in op.operands)
+        if not waits or (op.phase == "optimizer" and not frame.layer):
             return False
         frame.waiting |= dict.fromkeys(op.results, op)
         return True
 
     def unfinished(self, t: Tensor) -> bool:
         """Whether an old tensor is a partial sum that ranks accumulate before they reduce it."""
-        if self.stated.reduce_each or self.policy is None or not self.policy.by_unit:
+        if self.requested.reduce_every_microbatch or self.policy is None or not self.policy.by_unit:
             return False
         return any(self._adds_to_parts(op) for op in t.graph.successors(t))
 
@@ -353,15 +355,15 @@ class Reducing(Buffers):
         while t is not None and t not in self.tensors:
             t = t.producer.operands[0] if t.producer is not None and adds(t.producer) else None
         base = None if t is None else self.tensors[t]
-        return isinstance(base, Tensor) and bool(self.at[base].pending)
+        return isinstance(base, Tensor) and bool(self.placements[base].pending)
 
     def defer(self, t: Tensor) -> bool:
         """Defer a gradient's reduction to that of its unit; return False if that is impossible."""
-        made = self.tensors[t]
-        axes = self.reducible(made, self.wanted[t])
-        if self.policy is None or not self.policy.by_unit or self.piece is not None or not axes:
+        local = self.tensors[t]
+        axes = self.reducible(local, self.grad_placements[t])
+        if self.policy is None or not self.policy.by_unit or self.open_kernel is not None or not axes:
             return False
-        self.frame.late[t] = self._unit(t)
+        self.frame.unreduced[t] = self._unit(t)
         return True
 
     def _unit(self, t: Tensor) -> str:
@@ -375,22 +377,22 @@ class Reducing(Buffers):
             return "layer" if op is None else frame.unit_at(op)
         return "layer" if frame.layer else frame.owners.get(t, "")
 
-    def narrow(self, op: Op) -> bool:
+    def reduce_before_cast(self, op: Op) -> bool:
         """Reduce a gradient in its computed format and cast afterwards; return False for other tensors."""
-        t, found = op.results[0], self.tensors.get(op.operands[0]) if op.operands else None
+        t, grad = op.results[0], self.tensors.get(op.operands[0]) if op.operands else None
         policy = self.policy
-        if policy is None or policy.param_dtype is None or self.piece is not None or not isinstance(found, Tensor):
+        if policy is None or policy.param_dtype is None or self.open_kernel is not None or not isinstance(grad, Tensor):
             return False
-        made = is_cast(op) and t in self.wanted and found.dtype.name == policy.param_dtype
-        if not made or self.unfinished(t) or not self.reducible(found, self.wanted[t]):
+        is_grad_cast = is_cast(op) and t in self.grad_placements and grad.dtype.name == policy.param_dtype
+        if not is_grad_cast or self.unfinished(t) or not self.reducible(grad, self.grad_placements[t]):
             return False
-        self.tensors[t] = found
+        self.tensors[t] = grad
         return True
 
     def reducible(self, t: Tensor, want: Placement) -> tuple[str, ...]:
         """Return the mesh axes along which a partial sum is scattered into the gradient's shards."""
-        pending = self.at[t].pending
-        return tuple(a for a in self.mesh if a in self.stated.gathered and a in pending and want.dim(a) is not None)
+        pending = self.placements[t].pending
+        return tuple(a for a in self.mesh if a in self.requested.gathered and a in pending and want.dim(a) is not None)
 
     def reduce(self, grads: Iterable[Tensor], new: Graph) -> None:
         """Reduce gradients, with one collective for those that can share it."""
@@ -399,57 +401,62 @@ class Reducing(Buffers):
         # along axes that replicate the whole unit, all-reduce after the reduce-scatter: fewer bytes
         copied = {a for a in self.mesh if all(self._summed(t, a) for t in grads)}
         for t in grads:
-            del self.frame.late[t]
-            want = self.wanted[t]
+            del self.frame.unreduced[t]
+            want = self.grad_placements[t]
             axes = self.reducible(self.tensors[t], want)
-            pending = tuple(p for p in self.at[self.tensors[t]].partial if p[0] in {*axes, *copied})
+            pending = tuple(p for p in self.placements[self.tensors[t]].partial if p[0] in {*axes, *copied})
             middle = Placement(want.without(axes, self.mesh).dims, pending)
             assert t.producer is not None
             self.tensors[t] = self.moved_to(self.tensors[t], middle, new, t.producer.phase)
             groups.setdefault((axes, pending, t.dtype, self.tensors[t].dtype), []).append(t)
-        inputs = [self._at_once(members, new) for members in groups.values()]
+        inputs = [self._reduce_together(members, new) for members in groups.values()]
         if self.policy is not None and self.policy.prefetch and (self.frame.split or not self.frame.layer):
             self.frame.inputs += inputs
         waiting = list(dict.fromkeys(self.frame.waiting.values()))
         for op in waiting:
-            if not any(t in self.frame.late or t in self.frame.waiting for t in op.operands):
+            if not any(t in self.frame.unreduced or t in self.frame.waiting for t in op.operands):
                 for t in op.results:
                     del self.frame.waiting[t]
                 self.emit(op, new)
 
     def _summed(self, t: Tensor, axis: str) -> bool:
         """Whether a gradient is reduced over an axis and replicated along it."""
-        return axis in self.at[self.tensors[t]].pending and self.wanted[t].dim(axis) is None
+        return axis in self.placements[self.tensors[t]].pending and self.grad_placements[t].dim(axis) is None
 
-    def _at_once(self, grads: Sequence[Tensor], new: Graph) -> Tensor:
+    def _reduce_together(self, grads: Sequence[Tensor], new: Graph) -> Tensor:
         """Reduce gradients by one collective, and return its input buffer."""
-        first, wanted = self.tensors[grads[0]], [self.wanted[t] for t in grads]
-        axes, how = self.reducible(first, wanted[0]), self.at[first].pending
+        first, placements = self.tensors[grads[0]], [self.grad_placements[t] for t in grads]
+        axes, pending = self.reducible(first, placements[0]), self.placements[first].pending
         assert grads[0].producer is not None
         assert self.policy is not None
         phase = grads[0].producer.phase
-        rows = [in_rows(new, self.tensors[t], at, axes, self.mesh, phase) for t, at in zip(grads, wanted, strict=True)]
+        rows = [
+            in_rows(new, self.tensors[t], placement, axes, self.mesh, phase)
+            for t, placement in zip(grads, placements, strict=True)
+        ]
         parts, dtype = [row.sizes[-1] for row in rows], find_dtype(self.policy.reduce_dtype or first.dtype)
         unit = new.name if self.frame.layer and not self.frame.split else self._unit(grads[0]) or "root"
         name = f"{unit}.reduce_scatter"
         if self.policy.prefetch:
             rows[0] = self.before_input(rows[0], total(parts), dtype, new, phase)
-        flat = brought = joined(new, rows, dtype, f"{name}.copy_in", phase)
+        flat = buffer = joined(new, rows, dtype, f"{name}.copy_in", phase)
         if self.policy.prefetch and self.frame.layer and not self.frame.split:
             self.frame.carried[-1].next = flat
         for i, a in enumerate(axes):
-            kind = Collective(collective="reduce_scatter", ranks=self.mesh[a], axis=a, dim=i, operation=how[a])
-            flat = added(new, kind, [flat], name, phase)
-        for a in (a for a in how if a not in axes):
-            kind = Collective(collective="all_reduce", ranks=self.mesh[a], axis=a, operation=how[a])
-            flat = added(new, kind, [flat], f"{name}.all_reduce", phase)
+            kind = Collective(collective="reduce_scatter", ranks=self.mesh[a], axis=a, dim=i, operation=pending[a])
+            flat = add_op(new, kind, [flat], name, phase)
+        for a in (a for a in pending if a not in axes):
+            kind = Collective(collective="all_reduce", ranks=self.mesh[a], axis=a, operation=pending[a])
+            flat = add_op(new, kind, [flat], f"{name}.all_reduce", phase)
         flat = cast_to(new, flat, grads[0].dtype, f"{name}.cast", phase)
-        for t, at, row in zip(grads, wanted, pieces(new, flat, parts, name, phase), strict=True):
-            sizes = at.local(t.sizes)
-            made = from_rows(new, row, at, sizes, axes, self.mesh, f"{t.name}.reduce_scatter", phase, whole=False)
-            self.tensors[t], self.at[made] = made, at
-            self.reduced[t.storage] = made
-        return brought
+        for t, placement, row in zip(grads, placements, pieces(new, flat, parts, name, phase), strict=True):
+            sizes = placement.local(t.sizes)
+            shard = from_rows(
+                new, row, placement, sizes, axes, self.mesh, f"{t.name}.reduce_scatter", phase, full=False
+            )
+            self.tensors[t], self.placements[shard] = shard, placement
+            self.reduced[t.storage] = shard
+        return buffer
 
 
 # -- FSDP --------------------------------------------------------------------------------------------------------------
@@ -461,9 +468,9 @@ _Group = tuple[tuple[str, ...], list[Tensor]]
 class ParamGroups(Reducing):
     """Unshards and reshards the units of each body while its ops are copied."""
 
-    def __init__(self, stated: RequestedPlacements) -> None:
-        super().__init__(stated)
-        self.apart = False
+    def __init__(self, requested: RequestedPlacements) -> None:
+        super().__init__(requested)
+        self.use_shards = False
         """Whether ops read sharded parameters, as views of shards do."""
 
     def plain(self, op: Op, new: Graph) -> None:
@@ -474,21 +481,21 @@ class ParamGroups(Reducing):
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         """Copy ops, with units unsharded and resharded between them."""
-        around, self.frame = self.frame, self._frame(old, new)
+        outer_frame, self.frame = self.frame, self._frame(old, new)
         if self.frame.layer and not self.frame.split:
             for unit in self.frame.units:
-                self._open(unit, self._phase(old), old, new)
+                self._unshard(unit, self._phase(old), old, new)
         super().fill(old, new, suffix)
-        self.left, self.frame = self.frame, around
+        self.last_frame, self.frame = self.frame, outer_frame
 
     def close(self, old: Graph, new: Graph) -> None:
         """Reshard open units at the end of a body, and reduce the remaining gradients."""
         for unit in self.frame.units if self.frame.layer else ():
-            self._shut(unit, self._phase(old), new)
-        for key in dict.fromkeys(self.frame.late.values()):
-            self.reduce([t for t, k in self.frame.late.items() if k == key], new)
+            self._reshard(unit, self._phase(old), new)
+        for key in dict.fromkeys(self.frame.unreduced.values()):
+            self.reduce([t for t, k in self.frame.unreduced.items() if k == key], new)
         if self.frame.split:
-            self.hand_on_last(new, self._phase(old))
+            self.carry_last_buffers(new, self._phase(old))
         if old.parent is None:  # gradients refer to shards
             self.tensors |= {t: self.frame.shards[t] for unit in self.frame.units for t in unit.members}
 
@@ -497,26 +504,26 @@ class ParamGroups(Reducing):
         return "forward" if old.owner is None else window(old.owner) or "backward"
 
     def _frame(self, old: Graph, new: Graph) -> BodyGroups:
-        frame = BodyGroups(around=old.owner)
+        frame = BodyGroups(loop_op=old.owner)
         if self.policy is None or not self.policy.by_unit:
             return frame
         if old.parent is None:
             params = [t for t in old.tensors if t.role == "param" and t.producer is None]
             for t in params:  # an op may read the root before its last parameter is declared
                 self.tensors[t] = self.source(t, new, "")
-            found = [t for t in params if self._along(self.tensors[t])]
-            members = {t: unit_of(t.name, self.policy.units) for t in found if not t.storage.pieces}
+            sharded = [t for t in params if self._along(self.tensors[t])]
+            members = {t: unit_of(t.name, self.policy.units) for t in sharded if not t.storage.pieces}
         else:
             loop = old.owner.loop if old.owner is not None else None
             formals = [f for f in old.formals if isinstance(self.tensors.get(f), Tensor)]
-            found = [f for f in formals if self._along(self.tensors[f])]
+            sharded = [f for f in formals if self._along(self.tensors[f])]
             if loop is None or (loop.op.phase == "optimizer" and not is_pass(loop.body)):
                 return frame
             frame.layer = not is_pass(loop.body) and any(self.tensors.get(f) in self.params for f in loop.slices)
-            names = {f: self.names[self.tensors[f]] for f in found if not self.tensors[f].storage.pieces}
+            names = {f: self.names[self.tensors[f]] for f in sharded if not self.tensors[f].storage.pieces}
             members = {f: "layer" if frame.layer else unit_of(name, self.policy.units) for f, name in names.items()}
             if frame.layer:
-                members |= self._apart(names, old)
+                members |= self._layers(names, old)
                 frame.split = len({*members.values()}) > 1
         frame.note(old, members, self.policy.param_dtype)
         frame.shards = {t: self.tensors[t] for unit in frame.units for t in unit.members}
@@ -525,98 +532,98 @@ class ParamGroups(Reducing):
         return frame
 
     @staticmethod
-    def _apart(names: Mapping[Tensor, str], old: Graph) -> dict[Tensor, str]:
+    def _layers(names: Mapping[Tensor, str], old: Graph) -> dict[Tensor, str]:
         """Return layers by parameter if an iteration has several, as when two kinds of layers alternate."""
         scopes = sorted(old.root.layers)
-        found = {t: next((s for s in scopes if name.startswith(f"{s}/")), "") for t, name in names.items()}
-        found = {t: scope for t, scope in found.items() if scope}
-        return found if len({*found.values()}) > 1 else {}
+        layers = {t: next((s for s in scopes if name.startswith(f"{s}/")), "") for t, name in names.items()}
+        layers = {t: scope for t, scope in layers.items() if scope}
+        return layers if len({*layers.values()}) > 1 else {}
 
     @staticmethod
     def _owners(old: Graph, members: Mapping[Tensor, str]) -> dict[Tensor, str]:
         """Return the units of gradients, and their terms, that a graph or one iteration computes."""
         loop = old.owner.loop if old.owner is not None else None
         inner = {} if loop is None else dict(zip(loop.shared, loop.captured, strict=True))
-        left = {} if loop is None else dict(zip(loop.lasts, loop.nexts, strict=True))
-        of = {left.get(g, g): members.get(inner.get(t, t)) for t, g in old.root.gradients.items()}
+        next_of_last = {} if loop is None else dict(zip(loop.lasts, loop.nexts, strict=True))
+        of = {next_of_last.get(g, g): members.get(inner.get(t, t)) for t, g in old.root.gradients.items()}
         return targets(old, {g: unit for g, unit in of.items() if unit is not None})
 
     def _need_casts(self, frame: BodyGroups) -> None:
         """Raise an error if a pass reads a parameter without a cast to `param_dtype`."""
-        wanted = None if self.policy is None else self.policy.param_dtype
-        for t in (t for unit in frame.units for t in unit.members if wanted not in (None, t.dtype.name)):
+        dtype = None if self.policy is None else self.policy.param_dtype
+        for t in (t for unit in frame.units for t in unit.members if dtype not in (None, t.dtype.name)):
             for op in t.graph.successors(t):
                 if window(op) and not (op.results and op.results[0] in frame.casts) and t in reads(op):
                     raise FormatError(
-                        f"shard: {op.name!r} reads {t.name!r} in {t.dtype.name}, expected a cast to "
-                        f"param_dtype={wanted!r} and nothing else"
+                        f"shard: {op.name!r} reads {t.name!r} in {t.dtype.name}; expected it to be read only "
+                        f"by casts to param_dtype={dtype!r}"
                     )
 
     def _along(self, shard: Tensor) -> frozenset[str]:
         """Return the mesh axes along which a shard is gathered."""
-        return self.params.get(shard, frozenset()) & self.at[shard].axes
+        return self.params.get(shard, frozenset()) & self.placements[shard].axes
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
     def before(self, op: Op, new: Graph) -> None:
         """Unshard units that an op is the first to read, and reduce gradients that it reads."""
         frame = self.frame
-        while any(t in frame.late or t in frame.waiting for t in op.operands):
-            self.reduce([*frame.late], new)
+        while any(t in frame.unreduced or t in frame.waiting for t in op.operands):
+            self.reduce([*frame.unreduced], new)
         if frame.layer and not frame.split:
-            self._show(op, new)
+            self._bind_members(op, new)
             return
         for unit, phase in list(frame.beginning(op)):
-            self._open(unit, phase, op.graph, new)
-        self._show(op, new)
+            self._unshard(unit, phase, op.graph, new)
+        self._bind_members(op, new)
         if op.loop is not None and not frame.layer:
             self.release(new, op.phase)
 
-    def _show(self, op: Op, new: Graph) -> None:
+    def _bind_members(self, op: Op, new: Graph) -> None:
         """Give an op the unsharded members and views of them; give an update the shards."""
         if isinstance(op.kind, KeepAlive):  # a gradient that is kept alive is its reduced shard
             self.tensors |= {t: self.reduced[t.storage] for t in op.operands[1:] if t.storage in self.reduced}
         for t in op.operands:
-            unit = self.frame.of.get(t.storage)
+            unit = self.frame.by_storage.get(t.storage)
             if unit is None:
                 continue
-            found = self.frame.open.get(unit.key) if window(op) else None
-            self.tensors[t] = self._seen(t, self.frame.shards if found is None else found, new)
+            unsharded = self.frame.unsharded.get(unit.key) if window(op) else None
+            self.tensors[t] = self._member(t, self.frame.shards if unsharded is None else unsharded, new)
 
-    def _seen(self, t: Tensor, whole: dict[Tensor, Tensor], new: Graph) -> Tensor:
+    def _member(self, t: Tensor, values: dict[Tensor, Tensor], new: Graph) -> Tensor:
         """Return the new tensor for a member, or for a view of one, which each pass creates anew."""
         if t in self.frame.casts:
-            return self._seen(self.frame.casts[t], whole, new)
-        if t not in whole:
+            return self._member(self.frame.casts[t], values, new)
+        if t not in values:
             assert t.producer is not None
             of = next(o for o in t.producer.operands if o.storage is t.storage)
-            self.tensors[of] = self._seen(of, whole, new)
+            self.tensors[of] = self._member(of, values, new)
             if not isinstance(t.producer.kind, KeepAlive):
-                around, self.apart = self.apart, whole is self.frame.shards
+                previous, self.use_shards = self.use_shards, values is self.frame.shards
                 self.plain(t.producer, new)
-                self.apart = around
-            whole[t] = self.tensors[of if isinstance(t.producer.kind, KeepAlive) else t]
-        return whole[t]
+                self.use_shards = previous
+            values[t] = self.tensors[of if isinstance(t.producer.kind, KeepAlive) else t]
+        return values[t]
 
     def after(self, op: Op, new: Graph) -> None:
         """Reshard units that no further op of the pass reads."""
         frame = self.frame
         for t in op.results:  # views of members, and updated members
-            if t.storage in frame.of and t in self.tensors and t not in frame.casts:
-                found = frame.open.get(frame.of[t.storage].key) if window(op) else None
-                (frame.shards if found is None else found)[t] = self.tensors[t]
+            if t.storage in frame.by_storage and t in self.tensors and t not in frame.casts:
+                unsharded = frame.unsharded.get(frame.by_storage[t.storage].key) if window(op) else None
+                (frame.shards if unsharded is None else unsharded)[t] = self.tensors[t]
         if frame.split or not frame.layer:
             for unit, phase in list(frame.ending(op)):
-                self._shut(unit, phase, new)
+                self._reshard(unit, phase, new)
             if frame.end is op and not frame.layer:
-                self.hold(frame.flats, new, "forward")
+                self.keep_alive(frame.flats, new, "forward")
                 frame.flats = []
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def _part(self, t: Tensor, phase: str) -> Tensor:
         """Return the part of a member that a rank has at the start of a pass."""
-        return self.frame.halves.get(t, self.frame.shards[t]) if phase == "backward" else self.frame.shards[t]
+        return self.frame.kept_shards.get(t, self.frame.shards[t]) if phase == "backward" else self.frame.shards[t]
 
     def _format(self, t: Tensor) -> DType:
         """Return the format in which a member is gathered."""
@@ -624,45 +631,45 @@ class ParamGroups(Reducing):
 
     def _groups(self, unit: ParamGroup, phase: str) -> list[_Group]:
         """Group members that one collective can gather."""
-        found: dict[object, _Group] = {}
+        groups: dict[object, _Group] = {}
         for t in unit.members:
             shard = self._part(t, phase)
             axes = tuple(a for a in self.mesh if a in self._along(shard))
-            found.setdefault((axes, shard.dtype, self._format(t)), (axes, []))[1].append(t)
-        return list(found.values())
+            groups.setdefault((axes, shard.dtype, self._format(t)), (axes, []))[1].append(t)
+        return list(groups.values())
 
-    def _open(self, unit: ParamGroup, phase: str, old: Graph, new: Graph) -> None:
+    def _unshard(self, unit: ParamGroup, phase: str, old: Graph, new: Graph) -> None:
         frame, policy = self.frame, self.policy
         assert policy is not None
-        if unit.key not in frame.open:
-            self._put_together(unit, phase, old, new)
+        if unit.key not in frame.unsharded:
+            self._all_gather(unit, phase, old, new)
         if policy.prefetch and phase == "backward" and frame.split:
             order = frame.ordered(phase, old)
             ahead = order[order.index(unit) + 1 :][:1]
             if not ahead:  # the first layer of the next iteration needs its own buffer
-                for c in (c for c in frame.carried if c.what == "flat"):
+                for c in (c for c in frame.carried if c.role == "flat"):
                     kind = Empty(sizes=c.start.sizes, dtype=c.start.dtype)
-                    c.next = added(new, kind, [], f"{c.start.name}.next", phase)
-            elif ahead[0].key not in {*frame.open, *frame.ahead}:
-                frame.ahead[ahead[0].key] = self._buffers(ahead[0], phase, old, new)
+                    c.next = add_op(new, kind, [], f"{c.start.name}.next", phase)
+            elif ahead[0].key not in {*frame.unsharded, *frame.prefetched}:
+                frame.prefetched[ahead[0].key] = self._buffers(ahead[0], phase, old, new)
         elif policy.prefetch and phase == "backward" and not frame.layer:
             following = frame.following(unit, old)
             if isinstance(following, Op):
                 self._before_layers(following, new)
-            elif following is not None and following.key not in {*frame.open, *frame.ahead}:
-                frame.ahead[following.key] = self._buffers(following, phase, old, new)
+            elif following is not None and following.key not in {*frame.unsharded, *frame.prefetched}:
+                frame.prefetched[following.key] = self._buffers(following, phase, old, new)
 
-    def _put_together(self, unit: ParamGroup, phase: str, old: Graph, new: Graph) -> None:
+    def _all_gather(self, unit: ParamGroup, phase: str, old: Graph, new: Graph) -> None:
         """All-gather a unit, into prefetched buffers if there are any."""
         frame, policy = self.frame, self.policy
         assert policy is not None
-        flats = frame.ahead.pop(unit.key, None) or self._buffers(unit, phase, old, new)
+        flats = frame.prefetched.pop(unit.key, None) or self._buffers(unit, phase, old, new)
         if policy.prefetch and phase == "forward":
             flats = self.after_last(flats, new, phase)
-        made: dict[Tensor, Tensor] = {}
+        unsharded: dict[Tensor, Tensor] = {}
         for (axes, members), flat in zip(self._groups(unit, phase), flats, strict=True):
-            made |= self._copied_out(members, axes, flat, new, phase)
-        frame.open[unit.key] = made
+            unsharded |= self._copied_out(members, axes, flat, new, phase)
+        frame.unsharded[unit.key] = unsharded
 
     def _before_layers(self, op: Op, new: Graph) -> None:
         """Allocate the buffers of a loop's first layer before the loop, as it is the next unit."""
@@ -673,22 +680,22 @@ class ParamGroups(Reducing):
         slices = {*loop.slices}
         if is_pass(loop.body) or not slices & outer.keys():
             return
-        frame = BodyGroups(around=op, layer=True, shards=outer)
-        layers = self._apart({f: self.names.get(t, t.name) for f, t in outer.items()}, loop.body)
+        frame = BodyGroups(loop_op=op, layer=True, shards=outer)
+        layers = self._layers({f: self.names.get(t, t.name) for f, t in outer.items()}, loop.body)
         frame.note(loop.body, {**dict.fromkeys(outer, "layer"), **layers}, policy.param_dtype)
-        around, self.frame = self.frame, frame
+        outer_frame, self.frame = self.frame, frame
         for unit in frame.ordered("backward", loop.body)[:1]:
             for axes, members in self._groups(unit, "backward"):
-                whole = total(numel(outer[t].sizes[t in slices :]) for t in members)
-                kind = Empty(sizes=(*(self.mesh[a] for a in axes), whole), dtype=self._format(members[0]))
-                self.early[op, kind] = added(new, kind, [], f"{op.name}.flat", op.phase)
-        self.frame = around
+                size = total(numel(outer[t].sizes[t in slices :]) for t in members)
+                kind = Empty(sizes=(*(self.mesh[a] for a in axes), size), dtype=self._format(members[0]))
+                self.preallocated[op, kind] = add_op(new, kind, [], f"{op.name}.flat", op.phase)
+        self.frame = outer_frame
 
     def _shard_of(self, t: Tensor) -> Tensor | None:
         """Return the shard of a tensor that a loop gathers, None if it gathers nothing."""
-        made = self.tensors.get(t)
-        made = self.kept.get(made, made) if isinstance(made, Tensor) and made in self.params else None
-        return made if made is not None and self._along(made) else None
+        shard = self.tensors.get(t)
+        shard = self.unsharded.get(shard, shard) if isinstance(shard, Tensor) and shard in self.params else None
+        return shard if shard is not None and self._along(shard) else None
 
     def _buffers(self, unit: ParamGroup, phase: str, old: Graph, new: Graph) -> list[Tensor]:
         """All-gather members into buffers with a row for each rank."""
@@ -707,17 +714,17 @@ class ParamGroups(Reducing):
         name = f"{new.name if frame.layer and not frame.split else key or 'root'}.all_gather"
         sizes, dtype = (*(self.mesh[a] for a in axes), total(t.numel for t in shards)), self._format(members[0])
         if dtype != self.frame.shards[members[0]].dtype:
-            rows = [in_rows(new, t, self.at[t], (), self.mesh, phase) for t in shards]
+            rows = [in_rows(new, t, self.placements[t], (), self.mesh, phase) for t in shards]
             shards = [joined(new, rows, dtype, f"{name}.cast", phase)]
         kind = Empty(sizes=sizes, dtype=dtype)
-        buffer = self.hand_over("flat", kind, new) if over else added(new, kind, [], f"{name}.buffer", phase)
+        buffer = self.add_carry("flat", kind, new) if over else add_op(new, kind, [], f"{name}.buffer", phase)
         flat = buffer
         for i, axis in enumerate(axes):
-            flat = added(new, LocalShard(ranks=self.mesh[axis], axis=axis, dim=i), [flat], f"{name}.own", phase)
-        flat = added(new, Pack(), [flat, *shards], f"{name}.copy_in", phase)
+            flat = add_op(new, LocalShard(ranks=self.mesh[axis], axis=axis, dim=i), [flat], f"{name}.own", phase)
+        flat = add_op(new, Pack(), [flat, *shards], f"{name}.copy_in", phase)
         for i, axis in reversed([*enumerate(axes)]):
             kind_of = Collective(collective="all_gather", ranks=self.mesh[axis], axis=axis, dim=i, inplace=True)
-            flat = added(new, kind_of, [flat], name, phase)
+            flat = add_op(new, kind_of, [flat], name, phase)
         if over and not frame.split:
             frame.carried[-1].next = flat
         return flat
@@ -730,34 +737,34 @@ class ParamGroups(Reducing):
         rows = pieces(new, flat, [t.numel for t in shards], flat.name, phase)
         out = {}
         for t, shard, row in zip(members, shards, rows, strict=True):
-            at, name = self.at[shard], f"{self.names.get(shard, shard.name)}.all_gather"
-            made = from_rows(new, row, at, shard.sizes, axes, self.mesh, name, phase, whole=True)
-            self.at[made] = at.without(axes, self.mesh)
-            self.params[made] = self.params[shard]
-            out[t] = made
+            placement, name = self.placements[shard], f"{self.names.get(shard, shard.name)}.all_gather"
+            full = from_rows(new, row, placement, shard.sizes, axes, self.mesh, name, phase, full=True)
+            self.placements[full] = placement.without(axes, self.mesh)
+            self.params[full] = self.params[shard]
+            out[t] = full
         return out
 
-    def _half(self, t: Tensor, made: Tensor, axes: frozenset[str], new: Graph, phase: str) -> Tensor:
+    def _kept_part(self, t: Tensor, full: Tensor, axes: frozenset[str], new: Graph, phase: str) -> Tensor:
         """Return a copy of the part that a rank keeps between the passes."""
-        at = self.at[self.frame.shards[t]]
-        gone = self._along(self.frame.shards[t]) - axes
-        part = self.moved_to(made, at.without(gone, self.mesh), new, phase)
+        placement = self.placements[self.frame.shards[t]]
+        gathered_axes = self._along(self.frame.shards[t]) - axes
+        part = self.moved_to(full, placement.without(gathered_axes, self.mesh), new, phase)
         return self.copied(part, new, f"{part.name}.copy", phase) if part.is_view else part
 
-    def _shut(self, unit: ParamGroup, phase: str, new: Graph) -> None:
+    def _reshard(self, unit: ParamGroup, phase: str, new: Graph) -> None:
         frame, policy = self.frame, self.policy
         assert policy is not None
-        made = frame.open.get(unit.key)
-        if made is None:
+        unsharded = frame.unsharded.get(unit.key)
+        if unsharded is None:
             return
-        between = policy.between(unit.key) & self.stated.gathered
+        between = policy.between(unit.key) & self.requested.gathered
         if phase == "forward" and not between:
-            frame.kept += ((t, made[t]) for t in unit.members if frame.layer)
+            frame.residuals += ((t, unsharded[t]) for t in unit.members if frame.layer)
             return
-        if phase == "forward" and between != self.stated.gathered:
-            frame.halves |= {t: self._half(t, made[t], between, new, phase) for t in unit.members}
-            frame.kept += ((t, frame.halves[t]) for t in unit.members if frame.layer)
-        self.hold([made[t] for t in unit.members], new, phase)
-        del frame.open[unit.key]
+        if phase == "forward" and between != self.requested.gathered:
+            frame.kept_shards |= {t: self._kept_part(t, unsharded[t], between, new, phase) for t in unit.members}
+            frame.residuals += ((t, frame.kept_shards[t]) for t in unit.members if frame.layer)
+        self.keep_alive([unsharded[t] for t in unit.members], new, phase)
+        del frame.unsharded[unit.key]
         self.tensors |= {t: frame.shards[t] for t in unit.members}
-        self.reduce([t for t, key in frame.late.items() if key == unit.key], new)
+        self.reduce([t for t, key in frame.unreduced.items() if key == unit.key], new)

@@ -84,12 +84,12 @@ class FullyShard:
 
     def __post_init__(self) -> None:
         for name in ("axes", "units", "reshard_after_forward"):
-            given = getattr(self, name)
-            if name == "reshard_after_forward" and isinstance(given, bool):
-                given = self.axes if given else ()
-            names = _names(given)
+            value = getattr(self, name)
+            if name == "reshard_after_forward" and isinstance(value, bool):
+                value = self.axes if value else ()
+            names = _names(value)
             if not all(isinstance(text, str) for text in names):
-                raise GraphError(f"FullyShard: {name}={shown(given)}, expected a name or several")
+                raise GraphError(f"FullyShard: {name}={shown(value)}, expected one or several names")
             object.__setattr__(self, name, names)
         need_flag("FullyShard", reshard_root=self.reshard_root, prefetch=self.prefetch, by_unit=self.by_unit)
         for name in ("param_dtype", "reduce_dtype"):
@@ -97,41 +97,43 @@ class FullyShard:
         pairs = self.resident.items() if isinstance(self.resident, Mapping) else self.resident
         resident = tuple((pattern, _names(along)) for pattern, along in pairs)
         object.__setattr__(self, "resident", resident)
-        odd = sorted({a for _, along in resident for a in along} - {*self.axes})
-        if odd:
-            raise GraphError(f"FullyShard: resident along {shown(odd[0])}, expected axes of {shown(self.axes)}")
-        odd = sorted({*_names(self.reshard_after_forward)} - {*self.axes})
-        if odd:
-            raise GraphError(f"FullyShard: reshard_after_forward={shown(odd[0])}, expected axes of {shown(self.axes)}")
+        unknown = sorted({a for _, along in resident for a in along} - {*self.axes})
+        if unknown:
+            raise GraphError(f"FullyShard: resident: {shown(unknown[0])} is not one of the axes {shown(self.axes)}")
+        unknown = sorted({*_names(self.reshard_after_forward)} - {*self.axes})
+        if unknown:
+            raise GraphError(
+                f"FullyShard: reshard_after_forward: {shown(unknown[0])} is not one of the axes {shown(self.axes)}"
+            )
 
-    def _format(self, name: str, given: object) -> str | None:
-        if given is None:
+    def _format(self, name: str, value: object) -> str | None:
+        if value is None:
             return None
         try:
-            found = find_dtype(given)
+            parsed = find_dtype(value)
         except CostGraphError as error:
             raise FormatError(f"FullyShard: {name}: {error}") from None
-        if found.kind != "float" or not self.by_unit:
-            raise FormatError(f"FullyShard: {name}={found.name!r}, expected a floating format, and units")
-        return found.name
+        if parsed.kind != "float" or not self.by_unit:
+            raise FormatError(f"FullyShard: {name}={parsed.name!r}, expected a floating-point format and by_unit=True")
+        return parsed.name
 
     def between(self, unit: str) -> frozenset[str]:
         """Return the mesh axes along which a unit is sharded between the forward and backward pass."""
         return frozenset(_names(self.reshard_after_forward) if unit or self.reshard_root else ())
 
 
-def _names(given: object) -> tuple[str, ...]:
+def _names(value: object) -> tuple[str, ...]:
     """Return one or several names as a tuple; an invalid value is returned as its only element."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        return (given,)  # type: ignore[return-value]  # the caller looks at it
-    return tuple(given)
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return (value,)  # type: ignore[return-value]  # the caller looks at it
+    return tuple(value)
 
 
 def unit_of(name: str, patterns: Iterable[str]) -> str:
     """Return the prefix of a name that is a unit, an empty string for the root."""
     words = re.split(r"([./])", name)
     for pattern in patterns:
-        most = 2 * len(re.split(r"[./]", pattern)) - 1
-        if most < len(words) and fnmatchcase("".join(words[:most]), pattern):
-            return "".join(words[:most])
+        length = 2 * len(re.split(r"[./]", pattern)) - 1
+        if length < len(words) and fnmatchcase("".join(words[:length]), pattern):
+            return "".join(words[:length])
     return ""

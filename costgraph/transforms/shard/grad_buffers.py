@@ -12,7 +12,7 @@ from ...ops.collectives import Collective, Unshard
 from ...ops.einsum import Einsum
 from ...ops.keep_alive import KeepAlive
 from ...ops.loops import Empty, Kernel
-from .flat import added
+from .flat import add_op
 from .partial_sums import adds, origin, targets
 from .placed_tensors import PlacedTensors, RequestedPlacements, reductions
 
@@ -38,136 +38,150 @@ def _left(op: Op) -> Iterator[Tensor]:
 class GradBuffers(PlacedTensors):
     """Accumulates partial sums into buffers, reduces these in place, and clears them after the update."""
 
-    def __init__(self, stated: RequestedPlacements) -> None:
-        super().__init__(stated)
+    def __init__(self, requested: RequestedPlacements) -> None:
+        super().__init__(requested)
         self.terms: dict[Tensor, Placement] = {}
         """Old buffers, and their placements as partial sums of the accumulated terms."""
         self.products: dict[Tensor, DType] = {}
         """Buffers that matmuls accumulate into, and the format of the products."""
-        self.finals: dict[Tensor, Tensor] = {}
+        self.param_of_grad: dict[Tensor, Tensor] = {}
         """Old gradients, and their parameters."""
-        self.of: dict[Tensor, Tensor] = {}
+        self.grad_of_buffer: dict[Tensor, Tensor] = {}
         """Buffers of the old graph, and the old gradients that they hold in the end."""
-        self.whole_pass: set[Tensor] = set()
-        """Old loop outputs with one storage for each iteration, to be added to such buffers after the loop."""
-        self.own_parts: dict[Tensor, list[tuple[Collective, int]]] = {}
+        self.per_iteration: set[Tensor] = set()
+        """Old loop outputs with one storage for each iteration, to be add_op to such buffers after the loop."""
+        self.reduce_scatters: dict[Tensor, list[tuple[Collective, int]]] = {}
         """Old buffers whose reduction leaves a rank its own part: the collectives, and axes counted from the last."""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the per-rank graph."""
-        self.finals = {g: t for t, g in old.gradients.items()}
-        if not self.stated.reduce_each:
-            self.of = {source: g for g in self.finals for source in [origin(g)] if source.role == "gradient"}
-            self.whole_pass = {t for op in old.walk() if adds(op) and self.buffer(op.operands[0]) for t in _left(op)}
+        self.param_of_grad = {g: t for t, g in old.gradients.items()}
+        if not self.requested.reduce_every_microbatch:
+            self.grad_of_buffer = {
+                source: g for g in self.param_of_grad for source in [origin(g)] if source.role == "gradient"
+            }
+            self.per_iteration = {t for op in old.walk() if adds(op) and self.buffer(op.operands[0]) for t in _left(op)}
         return super().run(old, name)
 
-    def aims(self, old: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:
+    def target_placements(self, old: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:
         """Return gradient placements, and target placements for the terms."""
-        kept = {g: self.goal(g) for g in self.of.values()}
-        known = {g: at for g, at in kept.items() if at is not None}
-        found = self.terms_of(old, {g: at for g, at in gradients.items() if g not in kept} | known)
-        return found | {g: gradients[g] for g in kept}
+        buffers = {g: self.buffer_placement(g) for g in self.grad_of_buffer.values()}
+        placed = {g: placement for g, placement in buffers.items() if placement is not None}
+        placements = self.terms_of(
+            old, {g: placement for g, placement in gradients.items() if g not in buffers} | placed
+        )
+        return placements | {g: gradients[g] for g in buffers}
 
     def terms_of(self, old: Graph, gradients: Mapping[Tensor, T]) -> dict[Tensor, T]:
         """Extend a mapping of gradients to their terms, including casts into a buffer's format."""
-        kept = {*self.of.values()}
-        found = super().terms_of(old, {g: at for g, at in gradients.items() if g not in kept})
-        return found | targets(old, {g: at for g, at in gradients.items() if g in kept}, adds)
+        buffered = {*self.grad_of_buffer.values()}
+        terms = super().terms_of(old, {g: value for g, value in gradients.items() if g not in buffered})
+        return terms | targets(old, {g: value for g, value in gradients.items() if g in buffered}, adds)
 
     def buffer(self, t: Tensor) -> Tensor | None:
         """Return the old gradient buffer that an old tensor is in."""
-        source = origin(t) if self.of else None
-        return source if source in self.of else None
+        source = origin(t) if self.grad_of_buffer else None
+        return source if source in self.grad_of_buffer else None
 
-    def goal(self, t: Tensor) -> Placement | None:
+    def buffer_placement(self, t: Tensor) -> Placement | None:
         """Return the placement of the sum in a buffer as an old tensor sees it, None if it is unknown."""
         source = self.buffer(t)
-        at = None if source is None else self.stated.kept.get(source)
-        return None if at is None else at.with_dims(at.dims[len(at.dims) - t.ndim :])
+        placement = None if source is None else self.requested.buffers.get(source)
+        return None if placement is None else placement.with_dims(placement.dims[len(placement.dims) - t.ndim :])
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         """Copy sources and ops, and add the dummy gradients of accumulation fusion."""
-        found = {**self.stated.kept} if old.parent is None else {}
-        sizes = [(at.local(t.sizes)[t.storage.pieces :], self.stated.products.get(t)) for t, at in found.items()]
-        apart = [
-            added(new, Empty(sizes=n, dtype=dtype), [], "gradients.handed", "forward")
+        buffers = {**self.requested.buffers} if old.parent is None else {}
+        sizes = [
+            (placement.local(t.sizes)[t.storage.pieces :], self.requested.products.get(t))
+            for t, placement in buffers.items()
+        ]
+        dummies = [
+            add_op(new, Empty(sizes=n, dtype=dtype), [], "gradients.handed", "forward")
             for n, dtype in dict.fromkeys(sizes)
             if dtype is not None
         ]
         super().fill(old, new, suffix)
-        if apart:
-            added(new, KeepAlive(), apart, "gradients.kept", "backward")
+        if dummies:
+            add_op(new, KeepAlive(), dummies, "gradients.kept", "backward")
 
     def note_term(self, op: Op) -> None:
-        """Note the mesh axes along which terms added to a buffer are partial sums."""
+        """Note the mesh axes along which terms add_op to a buffer are partial sums."""
         source = self.buffer(op.operands[0]) if adds(op) else None
         term = self.tensors[op.operands[1]] if source is not None else None
         if source is None or not isinstance(term, Tensor):
             return
-        place = self.stated.places.get(source, Placement(((),) * source.ndim))
-        made = op.operands[1].producer
-        if self.stated.fused and source.storage.pieces and made is not None and isinstance(made.kind, Einsum):
+        placement = self.requested.placements.get(source, Placement(((),) * source.ndim))
+        producer = op.operands[1].producer
+        if (
+            self.requested.fused
+            and source.storage.pieces
+            and producer is not None
+            and isinstance(producer.kind, Einsum)
+        ):
             self.products[source] = term.dtype
-        stays = self.stated.staying[self.of[source]]
-        known = self.terms[source].pending if source in self.terms else None
-        pending = {a for a, how in self.at[term].partial if how == "sum" and a not in stays}
-        pending &= {*(pending if known is None else known)}
-        whole = place.without(pending, self.mesh)
-        self.terms[source] = replace(whole, partial=tuple((a, "sum") for a in self.mesh if a in pending))
+        stays = self.requested.param_axes[self.grad_of_buffer[source]]
+        earlier = self.terms[source].pending if source in self.terms else None
+        pending = {a for a, operation in self.placements[term].partial if operation == "sum" and a not in stays}
+        pending &= {*(pending if earlier is None else earlier)}
+        base = placement.without(pending, self.mesh)
+        self.terms[source] = replace(base, partial=tuple((a, "sum") for a in self.mesh if a in pending))
 
     def in_product(self, op: Op, kind: OpKind, operands: Sequence[Tensor], new: Graph) -> Op | None:
         """Fuse an accumulation into the matmul of its term; return None if there is none."""
-        source = self.buffer(op.operands[0]) if self.stated.products and adds(op) else None
-        if source not in self.stated.products:
+        source = self.buffer(op.operands[0]) if self.requested.products and adds(op) else None
+        if source not in self.requested.products:
             return None
         base, term = operands
-        made = term.producer
-        if made is None or made not in new or [*new.successors(term)] or term.is_view:
+        product = term.producer
+        if product is None or product not in new or [*new.successors(term)] or term.is_view:
             return None
         body = new.start_body(op.name, fused=True)
-        inside = added(body, made.kind, [body.capture(t) for t in made.operands], made.name, made.phase)
-        body.outputs.append(added(body, kind, [body.capture(base), inside], op.name, op.phase))
+        fused_term = add_op(
+            body, product.kind, [body.capture(t) for t in product.operands], product.name, product.phase
+        )
+        body.outputs.append(add_op(body, kind, [body.capture(base), fused_term], op.name, op.phase))
         into = body.captured.index(base)
-        new.remove_nodes_from([term, made])
-        return self.add(op, Kernel(body=body, changed=(into,), backward="ops"), body.captured, new, made.name)
+        new.remove_nodes_from([term, product])
+        return self.add(op, Kernel(body=body, changed=(into,), backward="ops"), body.captured, new, product.name)
 
     # -- after the last term -----------------------------------------------------------------------------------------
 
-    def settled(self, t: Tensor, new: Graph, phase: str) -> Tensor:
+    def reduce_buffer(self, t: Tensor, new: Graph, phase: str) -> Tensor:
         """Reduce a buffer in place, and return a view of this rank's part."""
-        made, want, source = self.tensors[t], self.wanted[t], self.buffer(t)
+        local, want, source = self.tensors[t], self.grad_placements[t], self.buffer(t)
         assert source is not None
-        self.names[made] = f"{self.finals[t].name}.grad"
-        found = (kind for kind, _, _ in reductions(self.at[made], want, self.mesh))
-        kinds = [kind for kind in found if isinstance(kind, Collective) and kind.collective == "reduce_scatter"]
-        self.own_parts[source] = [(kind, kind.dim - made.ndim) for kind in kinds]
-        return self._reduced(made, want, new, phase)
+        self.names[local] = f"{self.param_of_grad[t].name}.grad"
+        all_kinds = (kind for kind, _, _ in reductions(self.placements[local], want, self.mesh))
+        kinds = [kind for kind in all_kinds if isinstance(kind, Collective) and kind.collective == "reduce_scatter"]
+        self.reduce_scatters[source] = [(kind, kind.dim - local.ndim) for kind in kinds]
+        return self._reduced(local, want, new, phase)
 
     def _reduced(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor:
         """Reduce in place; separate storages of a stack are reduced one after the other."""
-        name, way = self.names[t], list(reductions(self.at[t], want, self.mesh))
-        if not t.storage.pieces or not way:
-            for kind, after, step in way:
+        name, path = self.names[t], list(reductions(self.placements[t], want, self.mesh))
+        if not t.storage.pieces or not path:
+            for kind, after, step in path:
                 assert isinstance(kind, Collective)
                 t = self.step(replace(kind, inplace=True), t, step, new, phase)
-                self.at[t], self.names[t] = after, name
+                self.placements[t], self.names[t] = after, name
             return t
         body = new.start_body(f"{name}.slices", fused=False)
         slice_ = body.formal(t, name, t.sizes[1:], t.strides[1:], t.storage.pieces - 1)
-        self.at[slice_], self.names[slice_] = self.at[t].with_dims(self.at[t].dims[1:]), name
+        self.placements[slice_], self.names[slice_] = self.placements[t].with_dims(self.placements[t].dims[1:]), name
         body.outputs.append(self._reduced(slice_, want.with_dims(want.dims[1:]), body, phase))
         op = new.add_op(Repeat(body=body, count=t.sizes[0], carries=0, xs=1, saved=1), [t], body.name, phase)
         op.scope, body.owner = name.rpartition("/")[0], op
-        (made,) = op.results
-        self.at[made], self.names[made] = way[-1][1], name
-        return made
+        (reduced,) = op.results
+        self.placements[reduced], self.names[reduced] = path[-1][1], name
+        return reduced
 
     def clear(self, t: Tensor, new: Graph, phase: str) -> None:
         """Pass the whole buffer, with the parts of other ranks, to an op that zeroes a gradient."""
-        source, made = self.buffer(t), self.tensors[t]
-        for kind, dim in reversed(self.own_parts.get(source, ()) if source is not None else ()):
-            around = Unshard(ranks=kind.ranks, axis=kind.axis, dim=made.ndim + dim)
-            whole = self.step(around, made, "around", new, phase)
-            self.at[whole] = self.at[made].without(self.mesh.parts(kind.axis), self.mesh)
-            made = whole
-        self.tensors[t] = made
+        source, local = self.buffer(t), self.tensors[t]
+        for kind, dim in reversed(self.reduce_scatters.get(source, ()) if source is not None else ()):
+            unshard = Unshard(ranks=kind.ranks, axis=kind.axis, dim=local.ndim + dim)
+            full = self.step(unshard, local, "around", new, phase)
+            self.placements[full] = self.placements[local].without(self.mesh.parts(kind.axis), self.mesh)
+            local = full
+        self.tensors[t] = local

@@ -13,14 +13,14 @@ from ...ops.layout import Rearrange
 from ...ops.loops import Kernel
 
 __all__ = [
-    "before",
-    "common",
+    "operand_placement",
+    "shared_contraction",
     "heads",
-    "swapped",
+    "with_axis_moved",
     "views",
     "SplitKernel",
-    "live",
-    "passes",
+    "live_ops",
+    "is_linear_in",
 ]
 
 
@@ -34,42 +34,42 @@ def heads(body: Graph) -> dict[Sizes, tuple[int, int]]:
     Scores are intermediates whose last two axes have equal length. Heads are the last axis before them that all tensors
     of the same matmul share.
     """
-    found: dict[Sizes, tuple[int, int]] = {}
+    axes: dict[Sizes, tuple[int, int]] = {}
     for op in body.ops:
         if not isinstance(op.kind, Einsum) or len(op.operands) != 2:
             continue
         rule = op.kind.placed(op)
-        both = zip((*rule.operands, *rule.results), (*op.operands, *op.results), strict=True)
-        sides = [(labels, t) for labels, t in both if labels]
+        pairs = zip((*rule.operands, *rule.results), (*op.operands, *op.results), strict=True)
+        sides = [(labels, t) for labels, t in pairs if labels]
         for labels, t in sides:
             if t in body.formals or t in body.outputs or len(labels) < 3 or t.sizes[-1] != t.sizes[-2]:
                 continue
             shared = [n for n in labels[:-2] if n and all(n in other for other, _ in sides)]
             for other, u in sides if shared else ():
-                own = next((n for n in labels[-2:] if n in other), None)
-                if u is not t and own is not None:
-                    found.setdefault(u.sizes, (other.index(shared[-1]), other.index(own)))
-    return found
+                position = next((n for n in labels[-2:] if n in other), None)
+                if u is not t and position is not None:
+                    axes.setdefault(u.sizes, (other.index(shared[-1]), other.index(position)))
+    return axes
 
 
-def swapped(at: Placement, axis: str, there: int, sizes: Sizes, mesh: Mesh) -> Placement:
+def with_axis_moved(placement: Placement, axis: str, target_dim: int, sizes: Sizes, mesh: Mesh) -> Placement:
     """Return a placement with a mesh axis moved to another tensor axis, within its other factors."""
-    free = at.without([axis], mesh)
-    *parts, last = free.dims[there] or (sizes[there],)
+    free = placement.without([axis], mesh)
+    *parts, last = free.dims[target_dim] or (sizes[target_dim],)
     assert not isinstance(last, str)
-    dims = [tidy((*parts, axis, last / mesh[axis])) if i == there else dim for i, dim in enumerate(free.dims)]
+    dims = [tidy((*parts, axis, last / mesh[axis])) if i == target_dim else dim for i, dim in enumerate(free.dims)]
     return free.with_dims(dims)
 
 
-def before(rule: Split, want: Placement, mesh: Mesh) -> Placement | None:
+def operand_placement(rule: Split, want: Placement, mesh: Mesh) -> Placement | None:
     """Return the operand placement of a unary op from that of its result, None if there is none."""
     labels = rule.operands[0]
     parts: dict[str, Factors] = {}
     for names, dim in zip(rule.results[0], want.dims, strict=True):
-        found = distributed(dim, [rule.extents[n] for n in names], mesh) if names else ()
-        if found is None:
+        factors = distributed(dim, [rule.extents[n] for n in names], mesh) if names else ()
+        if factors is None:
             return None
-        parts |= dict(zip(names, found, strict=True))
+        parts |= dict(zip(names, factors, strict=True))
     if labels is None:
         return None
     return Placement(
@@ -77,11 +77,11 @@ def before(rule: Split, want: Placement, mesh: Mesh) -> Placement | None:
     )
 
 
-def common(rule: Split, given: Sequence[Placement | None]) -> dict[str, str]:
+def shared_contraction(rule: Split, placements: Sequence[Placement | None]) -> dict[str, str]:
     """Return the contracted name that all operands share, by the mesh axis that splits it in one of them."""
     out: dict[str, str] = {}
-    for labels, at in zip(rule.operands, given, strict=True):
-        for names, dim in zip(labels or (), () if at is None else at.dims, strict=False):
+    for labels, placement in zip(rule.operands, placements, strict=True):
+        for names, dim in zip(labels or (), () if placement is None else placement.dims, strict=False):
             if len(names) == 1 and names[0] in rule.reduced and all(o and names in o for o in rule.operands):
                 out |= dict.fromkeys((f for f in dim if isinstance(f, str)), names[0])
     return out
@@ -97,19 +97,19 @@ def views(t: Tensor) -> Iterator[Op]:
 # -- splitting ---------------------------------------------------------------------------------------------------------
 
 
-def live(body: Graph) -> set[Op]:
+def live_ops(body: Graph) -> set[Op]:
     """Return the ops of a body that its outputs depend on, and those that write into its operands."""
-    found: set[Op] = set()
+    ops: set[Op] = set()
     needed = set(body.outputs)
     for op in reversed(body.ops):
         outside = any(op.operands[i].role == "formal" for i in op.kind.overwrites())
         if needed.intersection(op.results) or outside:
-            found.add(op)
+            ops.add(op)
             needed.update(op.operands)
-    return found
+    return ops
 
 
-def passes(body: Graph, formal: Tensor) -> bool:
+def is_linear_in(body: Graph, formal: Tensor) -> bool:
     """Whether a body is linear in an input, so that a partial sum may pass through."""
     parts = {formal}
     for op in body.ops:
@@ -117,8 +117,8 @@ def passes(body: Graph, formal: Tensor) -> bool:
         if not having:
             continue
         rule = op.kind.placed(op)
-        whole = len(having) == len(op.operands)
-        if rule is None or not ((rule.linear and whole) or (rule.product and len(having) == 1)):
+        all_partial = len(having) == len(op.operands)
+        if rule is None or not ((rule.linear and all_partial) or (rule.product and len(having) == 1)):
             return False
         parts.update(op.results)
     return True
@@ -135,10 +135,8 @@ def _bodies(t: Tensor) -> Iterator[Graph]:
 class SplitKernel:
     """A kernel that is being rewritten: a collective ends the current body, and a new one starts after it."""
 
-    def __init__(
-        self, op: Op, kind: Kernel, operands: Sequence[Tensor], new: Graph, around: SplitKernel | None
-    ) -> None:
-        self.op, self.kind, self.new, self.around = op, kind, new, around
+    def __init__(self, op: Op, kind: Kernel, operands: Sequence[Tensor], new: Graph, outer: SplitKernel | None) -> None:
+        self.op, self.kind, self.new, self.outer = op, kind, new, outer
         self.operands = list(operands)
         self.body: Graph | None = None
         self.cuts = 0
@@ -149,7 +147,7 @@ class SplitKernel:
     def graph(self) -> Graph:
         """Return the body that ops are added to."""
         if self.body is None:
-            home = self.new if self.around is None else self.around.graph()
+            home = self.new if self.outer is None else self.outer.graph()
             self.body = home.start_body(self.op.body.name, fused=True)  # type: ignore[union-attr]
             if not self.cuts:
                 for t in self.operands:
@@ -160,12 +158,12 @@ class SplitKernel:
         """Return the graph for an op that redistributes a tensor; the kernel ends first if it produced the tensor."""
         if self.body is not None and self.body in _bodies(t):
             self.close()
-        return self.new if self.around is None else self.around.outside(t)
+        return self.new if self.outer is None else self.outer.outside(t)
 
     def strides(self, t: Tensor, i: int) -> Sizes | None:
         """Return a result's strides, with the axis order of the full tensor."""
-        stated = self.kind.strides[i] if i < len(self.kind.strides) else None
-        return None if stated is None else in_the_order_of(self.kind.body.outputs[i].sizes, stated, t.sizes)
+        full_strides = self.kind.strides[i] if i < len(self.kind.strides) else None
+        return None if full_strides is None else in_the_order_of(self.kind.body.outputs[i].sizes, full_strides, t.sizes)
 
     def close(self, *, last: bool = False) -> None:
         """Add the kernel that was written so far."""
@@ -178,8 +176,8 @@ class SplitKernel:
             return
         if (self.cuts or not last) and self.kind.changed:
             raise UnsupportedError(
-                f"shard: {self.op.name!r} is a kernel that writes into its operands, and ranks have to meet inside: "
-                "expected a placement that leaves it whole"
+                f"shard: {self.op.name!r} is a kernel that writes into its operands and would need a collective "
+                f"inside; expected placements that do not split the kernel"
             )
         self.cuts += 1
         self.useful = False
@@ -191,8 +189,8 @@ class SplitKernel:
             self.kind if self.cuts == 1 else Kernel(body=body), body=body, strides=strides if any(strides) else ()
         )
         assert body.parent is not None
-        made = body.parent.add_op(kind, body.captured, self.op.name, self.op.phase)
-        made.scope = self.op.scope
-        body.owner = made
-        if self.around is not None:
-            self.around.useful = True
+        op = body.parent.add_op(kind, body.captured, self.op.name, self.op.phase)
+        op.scope = self.op.scope
+        body.owner = op
+        if self.outer is not None:
+            self.outer.useful = True

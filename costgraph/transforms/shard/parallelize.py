@@ -22,7 +22,7 @@ from ...ops.layout import Rearrange, Slice
 from ...ops.loops import Kernel
 from ..offload import need_offloaded
 from ..offload import offload as on_host
-from ..pipeline_stages import in_stages, together
+from ..pipeline_stages import in_stages, with_stage_reductions
 from ..rewrite import Rewriter
 from .fsdp_policy import FullyShard
 from .grad_reduction import Buckets
@@ -52,7 +52,7 @@ __all__ = [
 #: section 3. Column-parallel weights split heads, the inner width or the vocabulary; row-parallel weights, which
 #: project back to the model width, split the contracted axis. `kv` equals `tp` unless there are more ranks than KV
 #: heads, in which case several ranks share a head.
-_OURS: Mapping[str, str] = {
+_NN: Mapping[str, str] = {
     "tokens/table": "(v tp) d",
     "head/weight": "d (v tp)",
     "head/bias": "(v tp)",
@@ -90,11 +90,11 @@ _OURS: Mapping[str, str] = {
 }
 #: Column-parallel weights in traced Hugging Face transformers. torch stores the output axis first, with all heads
 #: flattened into it.
-_MADE = (
+_COLUMN = (
     "[qkv]_proj", "gate_proj", "up_proj", "fc1", "intermediate/dense", "self/query", "self/key", "self/value",
     "*Attention/[qkv]", "DenseReluDense/wi*", "self_attention/query_key_value", "mlp/dense_h_to_4h",
 )  # fmt: skip
-_SUMMED = (
+_ROW = (
     "o_proj", "out_proj", "down_proj", "fc2", "output/dense", "*Attention/o", "DenseReluDense/wo",
     "self_attention/dense", "mlp/dense_4h_to_h",
 )  # fmt: skip
@@ -102,11 +102,11 @@ _TABLES = ("embed_tokens", "word_embeddings", "wte", "shared", "lm_head", "embed
 #: Tensor-parallel placements by parameter name suffix, for `costgraph.nn` and for traced transformers. The notation is
 #: that of `shard`: an axis in brackets with the mesh axes that split it.
 TENSOR: Mapping[str, str] = {
-    **_OURS,
+    **_NN,
     **{f"{name}/weight": "(v tp) d" for name in _TABLES},
-    **{f"{name}/weight": "(f tp) d" for name in _MADE},
-    **{f"{name}/bias": "(f tp)" for name in _MADE},
-    **{f"{name}/weight": "d (f tp)" for name in _SUMMED},
+    **{f"{name}/weight": "(f tp) d" for name in _COLUMN},
+    **{f"{name}/bias": "(f tp)" for name in _COLUMN},
+    **{f"{name}/weight": "d (f tp)" for name in _ROW},
     "gate_up_proj/weight": "(2 f tp) d",
     "experts/gate_up_proj": "e (2 f tp) d",
     "experts/down_proj": "e d (f tp)",
@@ -119,7 +119,7 @@ TENSOR: Mapping[str, str] = {
 }
 #: Fused parameters that have no tensor-parallel placement, and the tensors of the same layer that stay replicated with
 #: them: with grouped-query attention, equal parts of a fused QKV weight do not hold whole groups of heads.
-_BESIDE: Mapping[str, tuple[str, ...]] = {
+_FUSED: Mapping[str, tuple[str, ...]] = {
     "attention/qkv/weight": ("attention/proj/weight", "attention/[kv]_cache.kept"),
     "qkv_proj/weight": ("o_proj/weight",),
     # the router is replicated
@@ -127,8 +127,8 @@ _BESIDE: Mapping[str, tuple[str, ...]] = {
 }
 #: Row-parallel layers, by name suffix: their outputs are all-reduced over `tp`.
 SUMMED = (
-    *(name.removesuffix("/weight") for name, text in _OURS.items() if name.endswith("/weight") and text[0] == "("),
-    *_SUMMED, "c_proj",
+    *(name.removesuffix("/weight") for name, text in _NN.items() if name.endswith("/weight") and text[0] == "("),
+    *_ROW, "c_proj",
 )  # fmt: skip
 
 
@@ -138,20 +138,20 @@ def placed_by_name(graph: Graph) -> Iterator[tuple[str, str]]:
     names = {t.name for t in sources}
     for t in (t for t in sources if t.role in ("param", "state", "gradient", "cache")):
         of, _, _ = t.name.rpartition(".") if t.role in ("state", "gradient") else (t.name, "", "")
-        found = next((end for end in TENSOR if fnmatchcase(of, end) or fnmatchcase(of, f"*/{end}")), None)
-        if found is None:
+        pattern = next((end for end in TENSOR if fnmatchcase(of, end) or fnmatchcase(of, f"*/{end}")), None)
+        if pattern is None:
             continue
-        layer = "/".join([*of.split("/")[: -1 - found.count("/")], ""])
-        if any(found in ends and layer + fused in names for fused, ends in _BESIDE.items()):
+        layer = "/".join([*of.split("/")[: -1 - pattern.count("/")], ""])
+        if any(pattern in suffixes and layer + fused in names for fused, suffixes in _FUSED.items()):
             continue
-        if len(axes_of(TENSOR[found])) == t.ndim - t.storage.pieces:
-            yield t.name, _as_stored(t, TENSOR[found])
+        if len(axes_of(TENSOR[pattern])) == t.ndim - t.storage.pieces:
+            yield t.name, _as_stored(t, TENSOR[pattern])
 
 
 def is_known(name: str) -> bool:
     """Whether a parameter belongs to a known layer, so that a missing placement is intended."""
-    ends = (*TENSOR, *_BESIDE)
-    return any(fnmatchcase(name, end) or fnmatchcase(name, f"*/{end}") for end in ends)
+    suffixes = (*TENSOR, *_FUSED)
+    return any(fnmatchcase(name, end) or fnmatchcase(name, f"*/{end}") for end in suffixes)
 
 
 def _as_stored(t: Tensor, text: str) -> str:
@@ -202,14 +202,14 @@ def heads(graph: Graph, split: Mapping[str, str], tp: Poly) -> Heads:
     named = {t.name: t for g in graph.bodies() for t in g.tensors if t.name in split}
     counts = {}
     for name, text in split.items():
-        at = next((i for i, word in enumerate(groups(text) or ()) if "kv" in word), None)
-        if at is not None:
-            counts[name] = named[name].sizes[named[name].storage.pieces + at]
+        index = next((i for i, word in enumerate(groups(text) or ()) if "kv" in word), None)
+        if index is not None:
+            counts[name] = named[name].sizes[named[name].storage.pieces + index]
     few = {n for n in counts.values() if _fewer(n, tp, graph)}
     if len(few) > 1:
         raise GraphError(
-            f"parallelize: layers of {' and of '.join(sorted(map(str, few)))} heads of keys and values, which are "
-            f"fewer than tp={tp}: expected one number"
+            f"parallelize: layers have {' and '.join(sorted(map(str, few)))} KV heads, fewer than tp={tp}; expected "
+            f"the same number in all layers"
         )
     placed = {n: text if counts.get(n) in few else text.replace(" kv)", " tp)") for n, text in split.items()}
     if not few:
@@ -218,7 +218,7 @@ def heads(graph: Graph, split: Mapping[str, str], tp: Poly) -> Heads:
     share = tp / count
     if share.constant is not None and not isinstance(share.constant, int):
         raise ShapeError(
-            f"parallelize: {count} heads of keys and values over tp={tp} ranks, expected a multiple or a divisor"
+            f"parallelize: {count} KV heads on tp={tp} ranks; expected tp to be a multiple or a divisor of the heads"
         )
     return Heads((("kv", count), ("replica", share)), (("tp", ("kv", "replica")),), placed)
 
@@ -237,7 +237,7 @@ def _fewer(count: Poly, ranks: Poly, graph: Graph) -> bool:
 # matmul and the next ones keeps the output axis; the next matmuls contract this axis and are row-parallel.
 
 #: Weights that stay replicated: routers, and down-projections to a latent that is normalized.
-_WHOLE = (
+_REPLICATED = (
     "*router/weight",
     "*router/gate/weight",
     "*mlp/gate/weight",
@@ -258,19 +258,19 @@ def replicated(graph: Graph, split: Collection[str], patterns: Collection[str]) 
     """
     matrices = [t.name for t in _products(_Flat(graph)) if ONE not in t.sizes[t.storage.pieces :]]
     names = [n for n in matrices if n not in split and not is_known(n)]
-    return [n for n in names if not any(fnmatchcase(n, pattern) for pattern in (*_WHOLE, *patterns))]
+    return [n for n in names if not any(fnmatchcase(n, pattern) for pattern in (*_REPLICATED, *patterns))]
 
 
 def _products(flat: _Flat) -> dict[Tensor, tuple[Op, int]]:
     """Return the weight matrices, each with its matmul and operand index."""
-    found: dict[Tensor, tuple[Op, int]] = {}
+    products: dict[Tensor, tuple[Op, int]] = {}
     for op in flat.ops:
         for i, t in enumerate(op.operands):
             source = flat.source(t)
             matrix = isinstance(op.kind, Einsum) and source.role == "param" and source.ndim - source.storage.pieces == 2
             if matrix and len(op.operands) == 2:
-                found.setdefault(source, (op, i))
-    return found
+                products.setdefault(source, (op, i))
+    return products
 
 
 def inferred(graph: Graph, placed: Collection[str], ranks: Poly) -> Iterator[tuple[str, str]]:
@@ -281,10 +281,15 @@ def inferred(graph: Graph, placed: Collection[str], ranks: Poly) -> Iterator[tup
         if weight.name in taken or is_known(weight.name) or rule is None:
             continue
         labels = rule.operands[i] or ()
-        kept = {n for result in rule.results for dim in result for n in dim}
-        made = [n for names in labels for n in names if n in kept]
+        result_names = {n for result in rule.results for dim in result for n in dim}
+        output_names = [n for names in labels for n in names if n in result_names]
         group = _Group(flat, ranks)
-        if len(made) == 1 and group.spread(op, rule, made[0]) and group.summed and taken.isdisjoint(group.names()):
+        if (
+            len(output_names) == 1
+            and group.spread(op, rule, output_names[0])
+            and group.summed
+            and taken.isdisjoint(group.names())
+        ):
             yield from group.placements()
             taken |= group.names()
 
@@ -294,7 +299,7 @@ class _Flat:
 
     def __init__(self, graph: Graph) -> None:
         self.ops: list[Op] = []
-        self.same: dict[Tensor, Tensor] = {}
+        self.aliases: dict[Tensor, Tensor] = {}
         """Maps a formal to the outer tensor, and a kernel result to the inner tensor."""
         self.users: dict[Tensor, list[Op]] = {}
         self.params: set[Tensor] = set()
@@ -304,15 +309,15 @@ class _Flat:
         for g in graph.bodies():
             if not g.fused:
                 loop = None if g.owner is None else g.owner.loop
-                left = g.outputs if loop is None else [*loop.nexts, *loop.ys]  # residuals inherit their placement
-                self.ends |= {*left, *(f for f in g.formals if f.role != "param")}
+                escaping = g.outputs if loop is None else [*loop.nexts, *loop.ys]  # residuals inherit their placement
+                self.ends |= {*escaping, *(f for f in g.formals if f.role != "param")}
                 self.note(g)
         for op in self.ops:
             for t in dict.fromkeys(map(self.root, op.operands)):
                 self.users.setdefault(t, []).append(op)
         self.ends = {*map(self.root, self.ends - self.params)}
         self.outputs = {*map(self.root, graph.outputs)} - {*self.users}
-        self.by = {self.root(t): op for op in self.ops for t in op.results}
+        self.producers = {self.root(t): op for op in self.ops for t in op.results}
 
     def note(self, graph: Graph) -> None:
         for op in graph.ops:
@@ -320,26 +325,26 @@ class _Flat:
                 loop = op.loop
                 self.ends |= {*loop.starts, *op.results}
                 pairs = [*zip(loop.slices, loop.xs, strict=True), *zip(loop.captured, loop.shared, strict=True)]
-                found = {f: t for f, t in pairs if self.root(t).role == "param"}
-                self.same |= found
-                self.params |= {*found}
+                params = {f: t for f, t in pairs if self.root(t).role == "param"}
+                self.aliases |= params
+                self.params |= {*params}
                 continue
             if isinstance(op.kind, Slice) and op.results[0].role == "param" and op.results[0].storage.pieces:
-                self.same[op.results[0]] = op.operands[0]  # some layers of a stack
+                self.aliases[op.results[0]] = op.operands[0]  # some layers of a stack
                 continue
             if op.phase != "forward" or isinstance(op.kind, KeepAlive):
                 continue
             if isinstance(op.kind, Kernel):
                 body = op.kind.body
-                self.same |= dict(zip(body.formals, op.operands, strict=False))
-                self.same |= dict(zip(op.results, body.outputs, strict=False))
+                self.aliases |= dict(zip(body.formals, op.operands, strict=False))
+                self.aliases |= dict(zip(op.results, body.outputs, strict=False))
                 self.note(body)
             else:
                 self.ops.append(op)
 
     def root(self, t: Tensor) -> Tensor:
-        while t in self.same:
-            t = self.same[t]
+        while t in self.aliases:
+            t = self.aliases[t]
         return t
 
     def source(self, t: Tensor) -> Tensor:
@@ -360,7 +365,7 @@ class _Group:
         """Tensors that are sliced into equal blocks, and the number of blocks."""
         self.summed = False
         """Whether a matmul contracts the axis."""
-        self.left: list[Tensor] = []
+        self.pending: list[Tensor] = []
 
     def names(self) -> set[str]:
         return {t.name for t, _ in self.axes if t.role == "param" and t.producer is None}
@@ -370,32 +375,32 @@ class _Group:
         if not self.split(op, rule, name):
             return False
         done: set[tuple[Op, int, _Axis]] = set()
-        while self.left:
-            t = self.left.pop()
+        while self.pending:
+            t = self.pending.pop()
             if t in self.flat.outputs:  # logits stay sharded, as with a known head
                 self.summed = True
                 continue
             if t in self.flat.ends:
                 return False
-            near = [*self.flat.users.get(t, ()), *([self.flat.by[t]] if t in self.flat.by else [])]
-            if t.role != "param" and t not in self.flat.by:
+            near = [*self.flat.users.get(t, ()), *([self.flat.producers[t]] if t in self.flat.producers else [])]
+            if t.role != "param" and t not in self.flat.producers:
                 return False
             for axis in [a for a in self.axes if a[0] is t]:
                 for o in near:
                     if (o, 0, axis) not in done:
                         done.add((o, 0, axis))
-                        if not self.through(o, t, axis[1]):
+                        if not self.split_along(o, t, axis[1]):
                             return False
         return True
 
-    def through(self, op: Op, t: Tensor, dim: int) -> bool:
+    def split_along(self, op: Op, t: Tensor, dim: int) -> bool:
         """Shard an op along a tensor's axis."""
         kind, rule = op.kind, op.kind.placed(op)
         if isinstance(kind, Slice) and kind.axis == dim:
-            whole, part = op.operands[0].sizes[dim], op.results[0].sizes[dim]
-            if not is_integral(whole / part) or not is_integral(kind.start / part):
+            size, part = op.operands[0].sizes[dim], op.results[0].sizes[dim]
+            if not is_integral(size / part) or not is_integral(kind.start / part):
                 return False
-            self.blocks[self.flat.root(op.operands[0])] = whole / part
+            self.blocks[self.flat.root(op.operands[0])] = size / part
             return self.add(op.operands[0], dim) and self.add(op.results[0], dim)
         if rule is None:
             return False
@@ -414,8 +419,8 @@ class _Group:
         if name in rule.whole or any(name in dim for dim in (rule.fixed or ())):
             return False
         tensors = [*zip(op.operands, rule.operands, strict=False), *zip(op.results, rule.results, strict=False)]
-        made = any(name in dim for labels in rule.results for dim in labels)
-        if not made:
+        in_result = any(name in dim for labels in rule.results for dim in labels)
+        if not in_result:
             reads = [self.flat.source(t).role for t in op.operands]
             if not isinstance(op.kind, Einsum) or "param" not in reads:
                 return False
@@ -442,7 +447,7 @@ class _Group:
         if any(o is t for o, _ in self.axes):  # a tensor may be sharded along one axis only
             return False
         self.axes.add((t, dim))
-        self.left.append(t)
+        self.pending.append(t)
         return True
 
     def placements(self) -> Iterator[tuple[str, str]]:
@@ -488,15 +493,15 @@ def parallelize(
     zero: Stage = 0,
     sequence: bool = False,
     context: Context = "gather",
-    hold: bool | None = None,
+    keep_gathered: bool | None = None,
     placements: Placements | None = None,
     pp: object = 1,
     schedule: str = "1f1b",
     micro_batches: object = 1,
-    virtual: object = 1,
+    virtual_stages: object = 1,
     layers: object = None,
     system: System = "torch",
-    reduce_each: bool | None = None,
+    reduce_every_microbatch: bool | None = None,
     buckets: Buckets | None = None,
     offload: str | Iterable[str] = (),
     strict: bool = False,
@@ -529,9 +534,9 @@ def parallelize(
     context : str
         Attention along `cp`. gather: all-gather keys and values. all_to_all: exchange the sequence for heads, as
         `exchange` of `shard`. ring: pass keys and values around a ring, as `ring` of `shard`.
-    hold : bool, optional
-        Whether activations that `sequence` all-gathers over `tp` are saved for the backward pass, as `hold` of `shard`.
-        By default True, as with torch's `parallelize_module`; False with `system="megatron"`, which gathers them again.
+    keep_gathered : bool, optional
+        Whether activations that `sequence` all-gathers over `tp` are saved for the backward pass, as in `shard`. By
+        default True, as with torch's `parallelize_module`; False with `system="megatron"`, which gathers them again.
     placements : mapping of str to str, optional
         Placements that take precedence, in the notation of `shard`, on a mesh with axes dp, ep, cp and tp.
     pp : sympy.Expr or int
@@ -545,7 +550,7 @@ def parallelize(
     micro_batches : sympy.Expr or int
         Micro-batches of a pipelined step, equal to the accumulation steps of `training_step`. In inference, the number
         of batches in flight, each with its own KV caches.
-    virtual : sympy.Expr or int
+    virtual_stages : sympy.Expr or int
         Model chunks per rank (virtual stages) for interleaved and interleaved-zb; zbv and dualpipev have two. dualpipe
         has two whole stages on each rank, r and pp - 1 - r, with half of the micro-batches each: every parameter is on
         two ranks, and its gradients are all-reduced.
@@ -558,7 +563,7 @@ def parallelize(
         and updated parameters all-gathered. Matmuls accumulate into the gradient buffers (`accumulation_fusion` of
         `shard`). With a split backward pass, torch keeps all saved tensors until the weight gradients exist, as its
         autograd graph does; megatron keeps only their operands, as the `WeightGradStore` of zero bubbles does.
-    reduce_each : bool, optional
+    reduce_every_microbatch : bool, optional
         As in `shard`; by default True, False with `system="megatron"`.
     buckets : Buckets, optional
         As in `shard`.
@@ -608,92 +613,115 @@ def parallelize(
     49
     """
     need_graph("parallelize", graph)
-    reduce_each = system == "torch" if reduce_each is None else reduce_each
-    hold = system == "torch" if hold is None else hold
-    need_flag("parallelize", sequence=sequence, hold=hold, reduce_each=reduce_each, strict=strict)
+    reduce_every_microbatch = system == "torch" if reduce_every_microbatch is None else reduce_every_microbatch
+    keep_gathered = system == "torch" if keep_gathered is None else keep_gathered
+    need_flag(
+        "parallelize",
+        sequence=sequence,
+        keep_gathered=keep_gathered,
+        reduce_every_microbatch=reduce_every_microbatch,
+        strict=strict,
+    )
     if system == "megatron" and zero > 1:
         raise UnsupportedError(
-            f"parallelize: zero={zero} beside system='megatron', whose distributed optimizer splits states: expected 0 "
-            f"or 1"
+            f"parallelize: zero={zero} with system='megatron', whose distributed optimizer shards optimizer states "
+            f"only; expected 0 or 1"
         )
-    given = {"dp": dp, "ep": ep, "cp": cp, "tp": tp}
-    away = need_offloaded("parallelize: offload", offload)
-    made = [
-        together(
+    degrees = {"dp": dp, "ep": ep, "cp": cp, "tp": tp}
+    host_kinds = need_offloaded("parallelize: offload", offload)
+    graphs = [
+        with_stage_reductions(
             _of_rank(
-                stage.graph, given, zero, sequence, context, hold, placements, system, reduce_each, buckets, strict
+                stage.graph,
+                degrees,
+                zero,
+                sequence,
+                context,
+                keep_gathered,
+                placements,
+                system,
+                reduce_every_microbatch,
+                buckets,
+                strict,
             ),
             stage,
         )
-        for stage in in_stages(graph, pp, schedule, micro_batches, virtual, layers, torch=system == "torch")
+        for stage in in_stages(graph, pp, schedule, micro_batches, virtual_stages, layers, torch=system == "torch")
     ]
-    made = [on_host(g, away) for g in made] if away else made
-    if len(made) == 1:
-        return made[0]
-    whole = Rewriter().run(made[0], graph.name)
-    whole.sharding, whole.parts = made[0].sharding, tuple(made)
-    return whole
+    graphs = [on_host(g, host_kinds) for g in graphs] if host_kinds else graphs
+    if len(graphs) == 1:
+        return graphs[0]
+    combined = Rewriter().run(graphs[0], graph.name)
+    combined.sharding, combined.parts = graphs[0].sharding, tuple(graphs)
+    return combined
 
 
 def _of_rank(
     graph: Graph,
-    given: Mapping[str, object],
+    degrees: Mapping[str, object],
     zero: int,
     sequence: bool,
     context: str,
-    hold: bool,
+    keep_gathered: bool,
     placements: Mapping[str, str] | None,
     system: str,
-    reduce_each: bool,
+    reduce_every_microbatch: bool,
     buckets: Buckets | None,
     strict: bool,
 ) -> Graph:
     """Return the per-rank graph of a pipeline stage."""
-    tensor, mesh, places, gradients = _places(graph, given, zero, sequence, system)
-    left = replicated(graph, places, placements or ()) if mesh["tp"] != ONE else []
-    if strict and left:
+    tensor, mesh, places, gradients = _all_placements(graph, degrees, zero, sequence, system)
+    unsplit = replicated(graph, places, placements or ()) if mesh["tp"] != ONE else []
+    if strict and unsplit:
         raise UnsupportedError(
-            f"parallelize: tp leaves {len(left)} weights whole on every rank, such as {left[0]!r}: expected "
-            f"placements= for these, or strict=False"
+            f"parallelize: tp leaves {len(unsplit)} weights replicated on every rank, such as {unsplit[0]!r}; pass "
+            f"placements= for them, or strict=False"
         )
-    made = shard(
+    local = shard(
         graph, mesh, {**places, **(placements or {})},
-        gather=_fully(graph, mesh) if zero >= 3 else (), gradients=gradients,
+        gather=_zero3_policy(graph, mesh) if zero >= 3 else (), gradients=gradients,
         exchange="cp" if context == "all_to_all" else (), ring="cp" if context == "ring" else (),
-        hold=[axis for axis, _ in tensor.axes] if hold else (),
-        reduce_each=reduce_each, accumulation_fusion=system == "megatron", buckets=buckets, strict=strict,
+        keep_gathered=[axis for axis, _ in tensor.axes] if keep_gathered else (),
+        reduce_every_microbatch=reduce_every_microbatch, accumulation_fusion=system == "megatron", buckets=buckets,
+        strict=strict,
     )  # fmt: skip
-    if made.sharding is not None:
-        made.sharding = replace(made.sharding, replicated=tuple(left))
-    return made
+    if local.sharding is not None:
+        local.sharding = replace(local.sharding, replicated=tuple(unsplit))
+    return local
 
 
-def _fully(graph: Graph, mesh: Mesh) -> FullyShard:
+def _zero3_policy(graph: Graph, mesh: Mesh) -> FullyShard:
     """Return the FSDP policy of ZeRO-3: gather over all data-parallel ranks, but keep experts on the ranks of `ep`."""
-    experts = _experts(graph, {}) if mesh["ep"] != ONE else ()
+    experts = _expert_placements(graph, {}) if mesh["ep"] != ONE else ()
     sources = {t.name for g in graph.bodies() for t in g.tensors if t.role == "param"}
     return FullyShard(
-        ("dp", "ep", "cp"), units=_numbered(graph), resident={name: ("ep",) for name, _ in experts if name in sources}
+        ("dp", "ep", "cp"),
+        units=_unit_patterns(graph),
+        resident={name: ("ep",) for name, _ in experts if name in sources},
     )
 
 
-def _numbered(graph: Graph) -> list[str]:
+def _unit_patterns(graph: Graph) -> list[str]:
     """Return name patterns for the layers of an unrolled graph: numbered scopes with equal parameters."""
-    found: dict[str, dict[str, set[str]]] = {}
+    layers_by_pattern: dict[str, dict[str, set[str]]] = {}
     for t in graph.tensors:
         levels = t.name.split("/") if t.role == "param" and t.producer is None else []
-        at = next((i for i, level in enumerate(levels) if level.isdigit()), None)
-        if at is not None:
-            layers = found.setdefault("/".join([*levels[:at], "[0-9]*"]), {})
-            layers.setdefault(levels[at], set()).add("/".join(levels[at + 1 :]))
-    alike = {pattern: [*map(sorted, layers.values())] for pattern, layers in found.items()}
-    nested = {pattern for pattern, names in alike.items() if any("/" in name for own in names for name in own)}
-    return [p for p, names in alike.items() if p in nested and any(names.count(own) > 1 for own in names)]
+        index = next((i for i, level in enumerate(levels) if level.isdigit()), None)
+        if index is not None:
+            layers = layers_by_pattern.setdefault("/".join([*levels[:index], "[0-9]*"]), {})
+            layers.setdefault(levels[index], set()).add("/".join(levels[index + 1 :]))
+    names_by_pattern = {pattern: [*map(sorted, layers.values())] for pattern, layers in layers_by_pattern.items()}
+    nested = {
+        pattern for pattern, names in names_by_pattern.items() if any("/" in name for layer in names for name in layer)
+    }
+    return [
+        p for p, names in names_by_pattern.items() if p in nested and any(names.count(layer) > 1 for layer in names)
+    ]
 
 
-def shares(graph: Graph, given: Mapping[str, object], zero: int, sequence: bool, system: str) -> Iterator[Poly]:
+def shares(graph: Graph, degrees: Mapping[str, object], zero: int, sequence: bool, system: str) -> Iterator[Poly]:
     """Yield the local length of each axis that the mesh splits; a fractional length is an error."""
-    _, mesh, places, _ = _places(graph, given, zero, sequence, system)
+    _, mesh, places, _ = _all_placements(graph, degrees, zero, sequence, system)
     named = ((t, axes_of(places[t.name])) for g in graph.bodies() for t in g.tensors if t.name in places)
     for t, axes in named:
         for size, words in zip(t.sizes[t.storage.pieces :], axes, strict=False):
@@ -702,11 +730,11 @@ def shares(graph: Graph, given: Mapping[str, object], zero: int, sequence: bool,
                 yield size / ranks
 
 
-def _places(
-    graph: Graph, given: Mapping[str, object], zero: int, sequence: bool, system: str
+def _all_placements(
+    graph: Graph, requested: Mapping[str, object], zero: int, sequence: bool, system: str
 ) -> tuple[Heads, Mesh, dict[str, str], dict[str, str]]:
     """Return tensor-parallel axes, the mesh, placements by tensor name, and placements of gradients."""
-    degrees = {axis: positive(f"parallelize: {axis}", n) for axis, n in given.items()}
+    degrees = {axis: positive(f"parallelize: {axis}", n) for axis, n in requested.items()}
     placed = {}
     if degrees["tp"] != ONE:
         placed = dict(placed_by_name(graph))
@@ -714,7 +742,7 @@ def _places(
     tensor = heads(graph, placed, degrees.pop("tp"))
     mesh, split = Mesh((*degrees.items(), *tensor.axes), tensor.joint), dict(tensor.split)
     _need_some("tp", mesh, split, graph)
-    experts = dict(_experts(graph, split)) if mesh["ep"] != ONE else {}
+    experts = dict(_expert_placements(graph, split)) if mesh["ep"] != ONE else {}
     _need_some("ep", mesh, experts, graph)
     split |= experts
     lengths, continued = _caches(graph) if mesh["cp"] != ONE else ({}, False)
@@ -725,40 +753,42 @@ def _places(
         carries = list(_carries(graph))
         if sequence and mesh["tp"] != ONE and not carries:
             raise GraphError(
-                f"parallelize: no loop of graph {graph.name!r} hands on what sequence=True splits, expected layers "
-                f"in a loop, such as costgraph.fold makes of a trace"
+                f"parallelize: no loop of graph {graph.name!r} carries a tensor that sequence=True can shard; expected "
+                f"layers in a loop, such as costgraph.fold builds from a trace"
             )
         split |= dict.fromkeys(carries, f"(b dp ep) (s {along}) d")
-    split |= dict(_data(graph, split, lengths, "" if continued else "cp"))
-    kept, gradients = _by_stage(graph, split, mesh, experts, zero, reduced=system == "megatron")
-    return tensor, mesh, {**split, **kept}, gradients
+    split |= dict(_data_placements(graph, split, lengths, "" if continued else "cp"))
+    zero_placements, gradients = _zero_placements(graph, split, mesh, experts, zero, reduced=system == "megatron")
+    return tensor, mesh, {**split, **zero_placements}, gradients
 
 
-def _by_stage(
+def _zero_placements(
     graph: Graph, split: Mapping[str, str], mesh: Mesh, experts: Collection[str], zero: int, *, reduced: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return ZeRO placements of sources and gradients; with `reduced`, stage 1 shards gradients as well."""
     named = {t.name: t for t in graph.tensors if t.producer is None}
     over = {
-        name: _with(("dp", "cp") if name in experts else ("dp", "ep", "cp"), t, split.get(name), graph, mesh)
+        name: _with_axes(("dp", "cp") if name in experts else ("dp", "ep", "cp"), t, split.get(name), graph, mesh)
         for name, t in named.items()
         if t.ndim > t.storage.pieces
     }
     from_on = {"state": 1, "gradient": 2, "param": 3}
-    kept = {name: text for name, text in over.items() if zero >= from_on.get(named[name].role, inf)}
-    apart = zero == 2 or (zero == 1 and reduced)
-    return kept, {t.name: over[t.name] for t in graph.gradients if t.name in over and t.role == "param" and apart}
+    zero_placements = {name: text for name, text in over.items() if zero >= from_on.get(named[name].role, inf)}
+    shard_gradients = zero == 2 or (zero == 1 and reduced)
+    return zero_placements, {
+        t.name: over[t.name] for t in graph.gradients if t.name in over and t.role == "param" and shard_gradients
+    }
 
 
-def _need_some(axis: str, mesh: Mesh, found: Mapping[str, str], graph: Graph) -> None:
-    if mesh[axis] != ONE and not found:
+def _need_some(axis: str, mesh: Mesh, placements: Mapping[str, str], graph: Graph) -> None:
+    if mesh[axis] != ONE and not placements:
         raise GraphError(
             f"parallelize: {axis} splits no parameter of graph {graph.name!r}, expected layers of costgraph.nn or of "
-            f"transformers, pairs of products, or placements for shard"
+            f"transformers, pairs of matmuls, or placements passed to shard"
         )
 
 
-def _experts(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _expert_placements(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield placements of expert parameters, their gradients and states, split along the first axis over `ep`."""
     sources = [t for g in graph.bodies() if not g.fused for t in g.tensors if t.producer is None]
     params = {t.name: t.sizes[t.storage.pieces :] for t in sources if t.role == "param"}
@@ -793,17 +823,17 @@ def _caches(graph: Graph) -> tuple[dict[str, int], bool]:
     Other caches, such as convolution states, have a constant length or a parameter's size.
     """
     params = (t for g in graph.bodies() for t in g.tensors if t.role == "param")
-    known = {name for t in params for size in t.sizes for name in size.names()}
-    found, continued = dict[str, int](), False
+    param_symbols = {name for t in params for size in t.sizes for name in size.names()}
+    axes, continued = dict[str, int](), False
     for op in graph.walk():
         if not isinstance(op.kind, Append) or op.operands[0].role != "cache":
             continue
-        held, new = (t.sizes[op.kind.axis] for t in op.operands)
-        more = smaller(new, held) != held
-        if held.names() - known - (new.names() if more else set()):
-            found[op.operands[0].name] = op.kind.axis
-            continued |= more
-    return found, continued
+        length, new = (t.sizes[op.kind.axis] for t in op.operands)
+        grows = smaller(new, length) != length
+        if length.names() - param_symbols - (new.names() if grows else set()):
+            axes[op.operands[0].name] = op.kind.axis
+            continued |= grows
+    return axes, continued
 
 
 def _need_positions(graph: Graph) -> None:
@@ -811,12 +841,14 @@ def _need_positions(graph: Graph) -> None:
     one = next((t for t in graph.tensors if t.role == "input" and t.ndim == 2 and t.sizes[1] == ONE), None)
     if one is not None and any(t.role == "cache" for g in graph.bodies() for t in g.tensors):
         raise GraphError(
-            f"parallelize: {one!r} of graph {graph.name!r} has one position, and no cache of it holds others, expected "
-            f"positions that cp splits"
+            f"parallelize: {one!r} of graph {graph.name!r} has a single position, and the graph has no cache with a "
+            f"sequence axis; expected a sequence that cp can split"
         )
 
 
-def _data(graph: Graph, split: Mapping[str, str], lengths: Mapping[str, int], along: str) -> Iterator[tuple[str, str]]:
+def _data_placements(
+    graph: Graph, split: Mapping[str, str], lengths: Mapping[str, int], along: str
+) -> Iterator[tuple[str, str]]:
     """Yield placements of inputs and caches, with the batch split over `dp` and `ep` and the sequence over `cp`.
 
     Inputs that a loop slices have a leading axis of micro-batches.
@@ -833,21 +865,21 @@ def _data(graph: Graph, split: Mapping[str, str], lengths: Mapping[str, int], al
         if t.role == "input" and t.dtype.kind == "int" and t.ndim == first + 2:
             axes[first + 1] = f"(a{first + 1} {along})"
         if t.name in lengths:
-            at = lengths[t.name]
-            axes[at] = f"({axes[at].strip('()')} cp)"
+            index = lengths[t.name]
+            axes[index] = f"({axes[index].strip('()')} cp)"
         yield t.name, " ".join(axes)
 
 
-def _with(axes: Sequence[str], t: Tensor, text: str | None, graph: Graph, mesh: Mesh) -> str:
+def _with_axes(axes: Sequence[str], t: Tensor, text: str | None, graph: Graph, mesh: Mesh) -> str:
     """Return a placement with one more axis sharded: the longest whole axis that the ranks divide, if there is one."""
     sizes = t.sizes[t.storage.pieces :]
     groups = axes_of(text) if text else [f"a{i}" for i in range(len(sizes))]
-    whole = [i for i, group in enumerate(groups) if "(" not in group and sizes[i] != ONE]
-    if not whole and sizes[0] == ONE:
+    unsplit = [i for i, group in enumerate(groups) if "(" not in group and sizes[i] != ONE]
+    if not unsplit and sizes[0] == ONE:
         return " ".join(groups)
     ranks = prod((mesh[axis] for axis in axes), start=ONE)
-    at = max(whole, key=lambda i: (_divides(ranks, sizes[i], graph), _length(sizes[i], graph), -i), default=0)
-    groups[at] = f"({groups[at].strip('()')} {' '.join(axes)})"
+    index = max(unsplit, key=lambda i: (_divides(ranks, sizes[i], graph), _length(sizes[i], graph), -i), default=0)
+    groups[index] = f"({groups[index].strip('()')} {' '.join(axes)})"
     return " ".join(groups)
 
 
@@ -859,6 +891,6 @@ def _length(size: Poly, graph: Graph) -> float:
 
 def _divides(ranks: Poly, size: Poly, graph: Graph) -> bool:
     """Whether the ranks may divide a size; False only if both are known and do not."""
-    known = {name: ONE * n for name, n in graph.root.defaults.items()}
-    part = (size / ranks).bind(known).constant
+    defaults = {name: ONE * n for name, n in graph.root.defaults.items()}
+    part = (size / ranks).bind(defaults).constant
     return part is None or part == int(part)

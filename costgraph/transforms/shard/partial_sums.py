@@ -11,13 +11,13 @@ from ...ops.keep_alive import KeepAlive
 from ...ops.loops import Accumulate
 
 __all__ = [
-    "added",
+    "accumulated_stacks",
     "adds",
-    "late",
+    "reduced_after_loop",
     "origin",
     "pending_of",
-    "becoming",
-    "made_of",
+    "chain_to_gradient",
+    "weight_gradients",
     "targets",
 ]
 
@@ -46,9 +46,9 @@ def origin(t: Tensor) -> Tensor:
             continue
         before = next((o for o in op.operands if o.storage is t.storage), None)
         if before is None and op.loop is not None:
-            left = op.loop.body.outputs[op.results.index(t)]
-            both = zip(op.loop.body.formals, op.operands, strict=True)
-            before = next((o for f, o in both if f.storage is left.storage), None)
+            output = op.loop.body.outputs[op.results.index(t)]
+            pairs = zip(op.loop.body.formals, op.operands, strict=True)
+            before = next((o for f, o in pairs if f.storage is output.storage), None)
         if before is None:
             return t
         t = before
@@ -65,7 +65,7 @@ class PartialSums(NamedTuple):
     terms: list[Tensor]
 
 
-def added(loop: Loop) -> list[PartialSums]:
+def accumulated_stacks(loop: Loop) -> list[PartialSums]:
     """Return the stacks to whose slices a loop does nothing but add terms."""
     of = dict(zip(loop.slices, loop.xs, strict=True))
     out = []
@@ -85,11 +85,11 @@ def _chain(t: Tensor, adds: Callable[[Op], bool] = adds) -> tuple[Tensor, list[T
             t, term = op.operands
             out.append(term)
             continue
-        within = next((a for a in added(op.loop) if a.result is t), None) if op.loop is not None else None
-        if within is None:
+        stack = next((a for a in accumulated_stacks(op.loop) if a.result is t), None) if op.loop is not None else None
+        if stack is None:
             break
-        t = within.read
-        out += within.terms
+        t = stack.read
+        out += stack.terms
     return t, out
 
 
@@ -104,7 +104,7 @@ def _terms(loop: Loop, i: int, adds: Callable[[Op], bool] = adds) -> list[Tensor
     return terms if alone else []
 
 
-def late(loop: Loop, i: int, each: bool) -> bool:
+def reduced_after_loop(loop: Loop, i: int, each: bool) -> bool:
     """Whether a carry is a partial sum that is reduced once, after the loop.
 
     With `each`, carries of micro-batch loops are not, nor are buffers in another format.
@@ -112,12 +112,14 @@ def late(loop: Loop, i: int, each: bool) -> bool:
     return bool(_terms(loop, i, _accumulates if each else adds)) and not (each and is_pass(loop.body))
 
 
-def pending_of(loop: Loop, i: int, tensors: Mapping[Tensor, Any], at: Mapping[Any, Placement]) -> Placement | None:
+def pending_of(
+    loop: Loop, i: int, tensors: Mapping[Tensor, Any], placements: Mapping[Any, Placement]
+) -> Placement | None:
     """Return the common placement of a carry's terms, None if they are not all partial sums alike."""
     carry = loop.carries[i]
-    found = {at.get(tensors[t]): t.ndim for t in _terms(loop, i)}
-    (first, ndim), *others = found.items()
-    if others or first is None or not first.partial or any(how != "sum" for _, how in first.partial):
+    ndims = {placements.get(tensors[t]): t.ndim for t in _terms(loop, i)}
+    (first, ndim), *others = ndims.items()
+    if others or first is None or not first.partial or any(operation != "sum" for _, operation in first.partial):
         return None
     return first.with_dims([*((),) * (carry.ndim - ndim), *first.dims])
 
@@ -134,21 +136,21 @@ def _adds(op: Op) -> bool:
 
 def targets(graph: Graph, gradients: Mapping[Tensor, T], adds: Callable[[Op], bool] = _adds) -> dict[Tensor, T]:
     """Extend a mapping of gradients to the terms that are accumulated into them."""
-    found = dict(gradients)
-    left = list(gradients)
-    while left:
-        t = left.pop()
+    extended = dict(gradients)
+    worklist = list(gradients)
+    while worklist:
+        t = worklist.pop()
         op = t.producer
         if op is None or not (isinstance(op.kind, KeepAlive) or adds(op)):
             continue
         for o in op.operands[: 1 if isinstance(op.kind, KeepAlive) else 2]:
-            if o.sizes == t.sizes and o.producer is not None and o not in found:
-                found[o] = found[t]
-                left.append(o)
-    return found
+            if o.sizes == t.sizes and o.producer is not None and o not in extended:
+                extended[o] = extended[t]
+                worklist.append(o)
+    return extended
 
 
-def becoming(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind], ...]) -> list[Op] | None:
+def chain_to_gradient(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind], ...]) -> list[Op] | None:
     """Return the unary ops that turn a tensor into a gradient by a cast or another axis order.
 
     The list is empty for a gradient itself; None if the tensor does not become a gradient.
@@ -164,12 +166,12 @@ def becoming(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind],
     return ops
 
 
-def made_of(graph: Graph, adds: Callable[[Op], bool], same: tuple[type[OpKind], ...]) -> set[Tensor]:
+def weight_gradients(graph: Graph, adds: Callable[[Op], bool], same: tuple[type[OpKind], ...]) -> set[Tensor]:
     """Return the parameter gradients and their terms, also inside loops, in other formats and axis orders."""
-    left = [g for t, g in graph.gradients.items() if t.role == "param"]
-    found = {*left}
-    while left:
-        t = left.pop()
+    worklist = [g for t, g in graph.gradients.items() if t.role == "param"]
+    grads = {*worklist}
+    while worklist:
+        t = worklist.pop()
         op = t.producer
         if op is None:
             continue
@@ -180,6 +182,6 @@ def made_of(graph: Graph, adds: Callable[[Op], bool], same: tuple[type[OpKind], 
         else:
             alone = isinstance(op.kind, KeepAlive) or (isinstance(op.kind, same) and len(op.operands) == 1)
             before = [*op.operands[:1]] if alone else []
-        left += [o for o in before if o not in found]
-        found |= {*before}
-    return found
+        worklist += [o for o in before if o not in grads]
+        grads |= {*before}
+    return grads

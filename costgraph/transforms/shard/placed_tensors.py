@@ -18,9 +18,9 @@ from ...ops.fill import DenseFactory, Fill
 from ...ops.layout import Expand, Rearrange
 from ...ops.loops import Kernel, Undef
 from ..rewrite import Rewriter
-from .choice import RankOrderedRows, at_places
+from .choice import RankOrderedRows, with_local_domain
 from .fsdp_policy import FullyShard
-from .kernels import SplitKernel, before
+from .kernels import SplitKernel, operand_placement
 from .partial_sums import targets
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "UnplacedSource",
     "PlacedTensors",
     "RequestedPlacements",
-    "repeated",
+    "expanded_axes",
 ]
 
 
@@ -46,7 +46,7 @@ def steps(have: Placement, want: Placement, mesh: Mesh, query: int | None = None
     tensor is restricted to a domain, each rank must have consecutive blocks of queries after every step. Mesh axes that
     split the query axis are therefore removed innermost first and added innermost last, as in DTensor.
     """
-    yield from _joined(have, _apart(have, want, mesh, query), mesh)
+    yield from _joined(have, _per_axis(have, want, mesh, query), mesh)
 
 
 def reductions(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
@@ -54,17 +54,17 @@ def reductions(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
 
     Where it is not, the sum is all-reduced. Readers move the tensor to its final placement.
     """
-    yield from _joined(have, _reduced(have, want, mesh, one_piece=True), mesh)
+    yield from _joined(have, _reduction_steps(have, want, mesh, one_piece=True), mesh)
 
 
-def _joined(have: Placement, apart: Iterable[Step], mesh: Mesh) -> Iterator[Step]:
+def _joined(have: Placement, unmerged: Iterable[Step], mesh: Mesh) -> Iterator[Step]:
     """Yield steps, with equal steps along neighbouring mesh axes joined."""
     before, waiting = have, list[Step]()
-    for step in apart:
+    for step in unmerged:
         if waiting:
-            both = _as_one(before, waiting[-1], step, mesh)
-            if both is not None:
-                waiting[-1] = both
+            merged = _merged(before, waiting[-1], step, mesh)
+            if merged is not None:
+                waiting[-1] = merged
                 continue
             yield waiting[-1]
             before = waiting.pop()[1]
@@ -72,7 +72,7 @@ def _joined(have: Placement, apart: Iterable[Step], mesh: Mesh) -> Iterator[Step
     yield from waiting
 
 
-def _as_one(before: Placement, first: Step, second: Step, mesh: Mesh) -> Step | None:
+def _merged(before: Placement, first: Step, second: Step, mesh: Mesh) -> Step | None:
     """Return one op for two equal ops along neighbouring mesh axes, None if they cannot be joined."""
     (a, _, name), (b, after, _) = first, second
     assert isinstance(a, Meshed)
@@ -87,52 +87,60 @@ def _as_one(before: Placement, first: Step, second: Step, mesh: Mesh) -> Step | 
         return None
     gathered = source if source is not None else a.dim if name == "all_gather" else None
     split = a.dim if name in ("part", "reduce_scatter", "all_to_all") else None
-    if not all(_beside(p.dims[i], axes) for p, i in ((before, gathered), (after, split)) if i is not None):
+    if not all(_is_nested(p.dims[i], axes) for p, i in ((before, gathered), (after, split)) if i is not None):
         return None
     return replace(a, axis=joint, ranks=mesh[joint]), after, name
 
 
-def _beside(dim: Factors, axes: Sequence[str]) -> bool:
+def _is_nested(dim: Factors, axes: Sequence[str]) -> bool:
     """Whether mesh axes split a tensor axis one directly within the other."""
-    at = dim.index(axes[0])
-    return dim[at : at + len(axes)] == tuple(axes)
+    start = dim.index(axes[0])
+    return dim[start : start + len(axes)] == tuple(axes)
 
 
-def _apart(have: Placement, want: Placement, mesh: Mesh, query: int | None) -> Iterator[Step]:
+def _per_axis(have: Placement, want: Placement, mesh: Mesh, query: int | None) -> Iterator[Step]:
     """Yield the redistribution along each mesh axis.
 
     A partial sum is reduced, scattered if the target is sharded. A mesh axis that moves to another tensor axis is an
     all-to-all, one that is removed an all-gather, and a new one a local slice, which is free.
     """
-    at, inner = have, _inner(have, want, query)
+    current, inner = have, _inner(have, want, query)
     # removed axes first: they make room for new ones
     for axis in (*inner, *sorted((a for a in mesh if a not in inner), key=lambda axis: want.dim(axis) is not None)):
-        if axis in at.pending:
+        if axis in current.pending:
             continue
-        here, there = at.dim(axis), want.dim(axis)
-        stays = axis not in inner if here == query else here == there and here is not None
-        if here is None or (stays and agree(at.dims[here], want.dims[here], mesh)):
+        source_dim, target_dim = current.dim(axis), want.dim(axis)
+        stays = axis not in inner if source_dim == query else source_dim == target_dim and source_dim is not None
+        if source_dim is None or (stays and agree(current.dims[source_dim], want.dims[source_dim], mesh)):
             continue
-        free = at.without([axis], mesh)
-        room = there is not None and axis not in want.pending and _fits(free, want, axis, there, mesh, query)
-        if there is not None and there != here and room:
-            at, kind = _exchange(at, want, axis, here, there, mesh)
-            yield kind, at, "all_to_all"
+        free = current.without([axis], mesh)
+        room = target_dim is not None and axis not in want.pending and _fits(free, want, axis, target_dim, mesh, query)
+        if target_dim is not None and target_dim != source_dim and room:
+            current, kind = _exchange(current, want, axis, source_dim, target_dim, mesh)
+            yield kind, current, "all_to_all"
         else:
             kind = Collective(
-                collective="all_gather", ranks=mesh[axis], axis=axis, dim=here, blocks=blocks(at.dims[here], axis)
+                collective="all_gather",
+                ranks=mesh[axis],
+                axis=axis,
+                dim=source_dim,
+                blocks=blocks(current.dims[source_dim], axis),
             )
-            at = free
-            yield kind, at, "all_gather"
-    for step in _reduced(at, want, mesh, query):
+            current = free
+            yield kind, current, "all_gather"
+    for step in _reduction_steps(current, want, mesh, query):
         yield step
-        at = step[1]
+        current = step[1]
     outer = () if query is None else _axes(want.dims[query])
     for axis in (*outer, *(a for a in mesh if a not in outer)):
-        there = want.dim(axis)
-        if there is not None and axis not in at.axes:
-            at = _into(at, want, axis, there, mesh)
-            yield LocalShard(ranks=mesh[axis], axis=axis, dim=there, blocks=blocks(at.dims[there], axis)), at, "part"
+        target_dim = want.dim(axis)
+        if target_dim is not None and axis not in current.axes:
+            current = _with_axis(current, want, axis, target_dim, mesh)
+            yield (
+                LocalShard(ranks=mesh[axis], axis=axis, dim=target_dim, blocks=blocks(current.dims[target_dim], axis)),
+                current,
+                "part",
+            )
 
 
 def _axes(dim: Factors) -> list[str]:
@@ -143,56 +151,69 @@ def _inner(have: Placement, want: Placement, query: int | None) -> list[str]:
     """Return the mesh axes that must leave the query axis, innermost first; some are added again later."""
     if query is None:
         return []
-    now, then = _axes(have.dims[query]), _axes(want.dims[query])
-    alike = next((i for i, (a, b) in enumerate(zip(now, then, strict=False)) if a != b), min(len(now), len(then)))
-    return now[alike:][::-1]
+    current, target = _axes(have.dims[query]), _axes(want.dims[query])
+    common = next(
+        (i for i, (a, b) in enumerate(zip(current, target, strict=False)) if a != b), min(len(current), len(target))
+    )
+    return current[common:][::-1]
 
 
-def _reduced(
-    at: Placement, want: Placement, mesh: Mesh, query: int | None = None, *, one_piece: bool = False
+def _reduction_steps(
+    current: Placement, want: Placement, mesh: Mesh, query: int | None = None, *, one_piece: bool = False
 ) -> Iterator[Step]:
     """Yield the reductions along each mesh axis, reduce-scatters first: less is left to reduce."""
-    for axis, how in sorted(at.partial, key=lambda part: want.dim(part[0]) is None):
-        if want.pending.get(axis) == how:
+    for axis, operation in sorted(current.partial, key=lambda part: want.dim(part[0]) is None):
+        if want.pending.get(axis) == operation:
             continue
-        there = want.dim(axis)
-        free = at.without([axis], mesh)
-        into = None
-        if there is not None and _fits(free, want, axis, there, mesh, query):
-            into = _into(free, want, axis, there, mesh)
-        if there is not None and into is not None and (not one_piece or blocks(into.dims[there], axis) == ONE):
-            at = into
+        target_dim = want.dim(axis)
+        free = current.without([axis], mesh)
+        scattered = None
+        if target_dim is not None and _fits(free, want, axis, target_dim, mesh, query):
+            scattered = _with_axis(free, want, axis, target_dim, mesh)
+        if (
+            target_dim is not None
+            and scattered is not None
+            and (not one_piece or blocks(scattered.dims[target_dim], axis) == ONE)
+        ):
+            current = scattered
             kind = Collective(
-                collective="reduce_scatter", ranks=mesh[axis], axis=axis, dim=there,
-                blocks=blocks(at.dims[there], axis), operation=how,
+                collective="reduce_scatter", ranks=mesh[axis], axis=axis, dim=target_dim,
+                blocks=blocks(current.dims[target_dim], axis), operation=operation,
             )  # fmt: skip
-            yield kind, at, "reduce_scatter"
+            yield kind, current, "reduce_scatter"
         else:
-            at = free
-            yield Collective(collective="all_reduce", ranks=mesh[axis], axis=axis, operation=how), at, "all_reduce"
+            current = free
+            yield (
+                Collective(collective="all_reduce", ranks=mesh[axis], axis=axis, operation=operation),
+                current,
+                "all_reduce",
+            )
 
 
-def _fits(at: Placement, want: Placement, axis: str, dim: int, mesh: Mesh, query: int | None) -> bool:
+def _fits(placement: Placement, want: Placement, axis: str, dim: int, mesh: Mesh, query: int | None) -> bool:
     """Whether a mesh axis can split its target axis in addition to those that split it already."""
-    stay = all(f in want.dims[dim] for f in at.dims[dim] if isinstance(f, str))
+    stay = all(f in want.dims[dim] for f in placement.dims[dim] if isinstance(f, str))
     if dim == query:
-        beside = [*_axes(at.dims[dim]), axis]
-        stay = _axes(want.dims[dim])[: len(beside)] == beside
-    return stay and agree(at.dims[dim], want.dims[dim], mesh)
+        nested = [*_axes(placement.dims[dim]), axis]
+        stay = _axes(want.dims[dim])[: len(nested)] == nested
+    return stay and agree(placement.dims[dim], want.dims[dim], mesh)
 
 
-def _into(at: Placement, want: Placement, axis: str, dim: int, mesh: Mesh) -> Placement:
-    there = frozenset(f for f in at.dims[dim] if isinstance(f, str)) | {axis}
-    return at.with_dims([seen(want.dims[dim], there, mesh) if i == dim else d for i, d in enumerate(at.dims)])
+def _with_axis(placement: Placement, want: Placement, axis: str, dim: int, mesh: Mesh) -> Placement:
+    split_by = frozenset(f for f in placement.dims[dim] if isinstance(f, str)) | {axis}
+    return placement.with_dims(
+        [seen(want.dims[dim], split_by, mesh) if i == dim else d for i, d in enumerate(placement.dims)]
+    )
 
 
 def _exchange(
-    at: Placement, want: Placement, axis: str, here: int, there: int, mesh: Mesh
+    placement: Placement, want: Placement, axis: str, source_dim: int, target_dim: int, mesh: Mesh
 ) -> tuple[Placement, Collective]:
-    after = _into(at.without([axis], mesh), want, axis, there, mesh)
+    after = _with_axis(placement.without([axis], mesh), want, axis, target_dim, mesh)
     kind = Collective(
-        collective="all_to_all", ranks=mesh[axis], axis=axis, dim=there, blocks=blocks(after.dims[there], axis),
-        source=here, source_blocks=blocks(at.dims[here], axis),
+        collective="all_to_all", ranks=mesh[axis], axis=axis,
+        dim=target_dim, blocks=blocks(after.dims[target_dim], axis),
+        source=source_dim, source_blocks=blocks(placement.dims[source_dim], axis),
     )  # fmt: skip
     return after, kind
 
@@ -229,23 +250,23 @@ class _Rings(Rewriter):
     def __init__(self, axes: frozenset[str]) -> None:
         super().__init__()
         self.axes = axes
-        self.found: dict[Op, _Ring] = {}
+        self.rings: dict[Op, _Ring] = {}
         """Rings, by kernel."""
-        self.within: set[Op] = set()
+        self.ring_ops: set[Op] = set()
         """Collectives that are part of a ring."""
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         for op in () if old.fused else old.ops:
             if isinstance(op.kind, Kernel):
-                self.look(op, op.kind)
+                self.find_ring(op, op.kind)
         super().fill(old, new, suffix)
 
-    def look(self, op: Op, kind: Kernel) -> None:
+    def find_ring(self, op: Op, kind: Kernel) -> None:
         """Record the all-gathers of matmul operands, and the reduce-scatters of matmul results."""
         gathered = [
-            made for f, t in zip(kind.body.formals, op.operands, strict=True)
-            if (made := t.producer) is not None and self.joins(made, "all_gather")
-            and _only(t, op) and made.operands[0].role != "param"
+            gather for f, t in zip(kind.body.formals, op.operands, strict=True)
+            if (gather := t.producer) is not None and self.joins(gather, "all_gather")
+            and _only(t, op) and gather.operands[0].role != "param"
             and any(isinstance(inner.kind, Einsum) for inner in kind.body.successors(f))
         ]  # fmt: skip
         summed = [
@@ -255,8 +276,8 @@ class _Rings(Rewriter):
             and inner.producer is not None and isinstance(inner.producer.kind, Einsum)
         ]  # fmt: skip
         if gathered:
-            self.found[op] = _Ring(tuple(gathered), tuple(summed))
-            self.within |= {*gathered, *summed}
+            self.rings[op] = _Ring(tuple(gathered), tuple(summed))
+            self.ring_ops |= {*gathered, *summed}
 
     def joins(self, op: Op, collective: str) -> bool:
         """Whether an op is the given collective along one of the ring axes."""
@@ -264,9 +285,9 @@ class _Rings(Rewriter):
         return isinstance(kind, Collective) and kind.collective == collective and kind.axis in self.axes
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        if op in self.found:
-            self.ring(op, self.found[op], new)
-        elif op not in self.within:
+        if op in self.rings:
+            self.ring(op, self.rings[op], new)
+        elif op not in self.ring_ops:
             self.copy(op, new, suffix)
 
     def ring(self, op: Op, ring: _Ring, new: Graph) -> None:
@@ -274,27 +295,29 @@ class _Rings(Rewriter):
         kind, old = op.kind, op.body
         assert isinstance(kind, Kernel)
         assert old is not None
-        inside = {t: made.operands[0] for made in ring.gathered for t in made.results}
-        outer = list(dict.fromkeys(inside.get(t, t) for t in op.operands))
+        shards = {t: gather.operands[0] for gather in ring.gathered for t in gather.results}
+        outer = list(dict.fromkeys(shards.get(t, t) for t in op.operands))
         body = new.start_body(old.name, fused=True)
-        own = {}
+        formals = {}
         for t in outer:
-            made = self.tensors[t]
-            own[t] = body.formal(made, f"{made.name}.in", made.sizes, made.strides)
-            own[t].offset = made.offset
-        for made in ring.gathered:
-            kept = replace(made.kind, ring=True)  # type: ignore[call-arg]  # a collective
-            self.tensors[made.results[0]] = self.add(made, kept, [own[made.operands[0]]], body).results[0]
+            outer_t = self.tensors[t]
+            formals[t] = body.formal(outer_t, f"{outer_t.name}.in", outer_t.sizes, outer_t.strides)
+            formals[t].offset = outer_t.offset
+        for gather in ring.gathered:
+            in_ring = replace(gather.kind, ring=True)  # type: ignore[call-arg]  # a collective
+            self.tensors[gather.results[0]] = self.add(gather, in_ring, [formals[gather.operands[0]]], body).results[0]
         for f, t in zip(old.formals, op.operands, strict=True):
-            self.tensors[f] = self.tensors[t] if t in inside else own[t]
+            self.tensors[f] = self.tensors[t] if t in shards else formals[t]
         super().fill(old, body)
-        ends = self.ends(op, old, ring, body)
-        body.outputs += [body.adopt(t) for t in ends.values()]
-        flying = total(2 * t.storage.bytes for t in (*(own[m.operands[0]] for m in ring.gathered), *self.sums(ring)))
-        made = self.add(
-            op, replace(kind, body=body, workspace=kind.workspace + flying), [self.tensors[t] for t in outer], new
+        outputs = self.ends(op, old, ring, body)
+        body.outputs += [body.adopt(t) for t in outputs.values()]
+        in_flight = total(
+            2 * t.storage.bytes for t in (*(formals[m.operands[0]] for m in ring.gathered), *self.sums(ring))
+        )
+        kernel = self.add(
+            op, replace(kind, body=body, workspace=kind.workspace + in_flight), [self.tensors[t] for t in outer], new
         )  # fmt: skip
-        self.tensors |= dict(zip(ends, made.results, strict=True))
+        self.tensors |= dict(zip(outputs, kernel.results, strict=True))
 
     def ends(self, op: Op, old: Graph, ring: _Ring, body: Graph) -> dict[Tensor, Tensor]:
         """Return the outputs of a kernel by the outer tensor they replace; reduced sums are this rank's part."""
@@ -305,8 +328,8 @@ class _Rings(Rewriter):
             if reader is None:
                 out[t] = self.tensors[inner]
                 continue
-            kept = replace(reader.kind, ring=True)  # type: ignore[call-arg]  # a collective
-            out[reader.results[0]] = self.add(reader, kept, [self.tensors[inner]], body).results[0]
+            in_ring = replace(reader.kind, ring=True)  # type: ignore[call-arg]  # a collective
+            out[reader.results[0]] = self.add(reader, in_ring, [self.tensors[inner]], body).results[0]
         return out
 
     def sums(self, ring: _Ring) -> Sequence[Tensor]:
@@ -324,13 +347,13 @@ def _only(t: Tensor, op: Op) -> bool:
 T = TypeVar("T")
 
 
-def repeated(t: Tensor) -> frozenset[int]:
+def expanded_axes(t: Tensor) -> frozenset[int]:
     """Return the axes along which a tensor is expanded without a copy."""
     kind = None if t.producer is None else t.producer.kind
     if not isinstance(kind, Expand) or t.producer is None:
         return frozenset()
     (x,) = t.producer.operands
-    return frozenset(i for i, at in enumerate(kind.kept) if at is None or x.sizes[at] != t.sizes[i])
+    return frozenset(i for i, dim in enumerate(kind.kept) if dim is None or x.sizes[dim] != t.sizes[i])
 
 
 @dataclass(frozen=True)
@@ -338,11 +361,11 @@ class RequestedPlacements:
     """The requested placements of sources and gradients, and how parameters are gathered."""
 
     mesh: Mesh
-    places: Mapping[Tensor, Placement]
+    placements: Mapping[Tensor, Placement]
     """Placements of old sources, and other old tensors with a stated placement."""
     gradients: Mapping[Tensor, Placement]
     """Placements of old gradients."""
-    staying: Mapping[Tensor, frozenset[str]]
+    param_axes: Mapping[Tensor, frozenset[str]]
     """Mesh axes along which the parameter of a gradient stays sharded while an op reads it."""
     gathered: frozenset[str]
     """Mesh axes along which parameters are all-gathered before use."""
@@ -354,11 +377,11 @@ class RequestedPlacements:
     """How parameters are gathered."""
     exchanged: frozenset[str] = frozenset()
     """Mesh axes that split heads inside attention and the sequence outside of it."""
-    held: frozenset[str] = frozenset()
+    saved: frozenset[str] = frozenset()
     """Mesh axes along which all-gathered activations are saved for the backward pass."""
-    reduce_each: bool = True
+    reduce_every_microbatch: bool = True
     """Whether the gradients of each micro-batch are reduced."""
-    kept: Mapping[Tensor, Placement] = field(default_factory=dict)
+    buffers: Mapping[Tensor, Placement] = field(default_factory=dict)
     """Placements of old gradient buffers in which ranks accumulate partial sums."""
     fused: bool = False
     """Whether matmuls accumulate into these buffers (gradient accumulation fusion)."""
@@ -386,14 +409,14 @@ class WiderError(Exception):
 
 
 class PlacedTensors(Rewriter):
-    """Copies tensors with their local sizes; `at` holds the placement of each new tensor."""
+    """Copies tensors with their local sizes; `placements` holds the placement of each new tensor."""
 
     replays = False
 
-    def __init__(self, stated: RequestedPlacements) -> None:
+    def __init__(self, requested: RequestedPlacements) -> None:
         super().__init__()
-        self.stated, self.mesh = stated, stated.mesh
-        self.at: dict[Tensor, Placement] = {}
+        self.requested, self.mesh = requested, requested.mesh
+        self.placements: dict[Tensor, Placement] = {}
         self.stacks: dict[Tensor, Placement] = {}
         """Stacks of the old graph whose slices have another placement than stated, and that placement."""
         self.names: dict[Tensor, str] = {}
@@ -403,39 +426,39 @@ class PlacedTensors(Rewriter):
         self.fixed: set[Tensor] = set()
         """New tensors that are inputs with a stated placement, or alias them."""
         self.copies: dict[tuple[Tensor, Placement, Graph, str], Tensor] = {}
-        self.held: dict[Tensor, Tensor] = {}
+        self.saved_gathers: dict[Tensor, Tensor] = {}
         """Tensors that were all-gathered for both passes, and the results."""
-        self.elsewhere: dict[Tensor, Tensor] = {}
+        self.exchange_sources: dict[Tensor, Tensor] = {}
         """Results of all-to-alls, and the tensors exchanged."""
-        self.moved: list[str] = []
+        self.resharded: list[str] = []
         """Unrequested redistributions, in words."""
-        self.wanted: dict[Tensor, Placement] = {}
+        self.grad_placements: dict[Tensor, Placement] = {}
         """Gradients of the old graph, and their placements."""
-        self.staying: dict[Tensor, frozenset[str]] = {}
-        self.rows = RankOrderedRows(stated.mesh)
+        self.param_axes: dict[Tensor, frozenset[str]] = {}
+        self.rows = RankOrderedRows(requested.mesh)
         """New tensors whose rows are in rank-local order."""
         self.carried: set[Storage] = set()
         """Storages that are carried: the next iteration reads them with the same placement."""
         self.undecided: dict[Tensor, tuple[Op, int]] = {}
-        """New carries that start as an expanded scalar, and their loop and position: the first reader decides."""
-        self.met_by: dict[Tensor, Placement] = {}
+        """New carries that start as an expanded scalar, with their loop and position: the first reader places them."""
+        self.carry_placements: dict[Tensor, Placement] = {}
         """Old tensors that are carried out, and the placement of the carry."""
-        self.homes: dict[Any, Placement] = {}
+        self.natural: dict[Any, Placement] = {}
         """New partial sums, and their natural placement: gradients of keys are sharded like the queries."""
-        self.inside: dict[Tensor, Tensor] = {}
+        self.by_heads: dict[Tensor, Tensor] = {}
         """Old tensors that attention reads split by heads, and the new tensors with that placement."""
-        self.piece: SplitKernel | None = None
+        self.open_kernel: SplitKernel | None = None
         """The kernel that is being split."""
-        self.parts: dict[Storage, tuple[Tensor, Placement]] = {}
+        self.partial_writes: dict[Storage, tuple[Tensor, Placement]] = {}
         """Storages that each rank has written a part of: the last old tensor in each, and its target placement."""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the per-rank graph."""
-        self.wanted = self.aims(old, self.stated.gradients)
-        self.staying = self.terms_of(old, self.stated.staying)
+        self.grad_placements = self.target_placements(old, self.requested.gradients)
+        self.param_axes = self.terms_of(old, self.requested.param_axes)
         return super().run(old, name)
 
-    def aims(self, old: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:
+    def target_placements(self, old: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:
         """Return placements for gradients and the terms that are accumulated into them."""
         return self.terms_of(old, gradients)
 
@@ -445,19 +468,19 @@ class PlacedTensors(Rewriter):
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         """Copy sources and ops, and all-gather tensors that ranks have written in parts."""
-        around, self.parts = self.parts, {}
+        outer_parts, self.partial_writes = self.partial_writes, {}
         super().fill(old, new, suffix)
         self.close(old, new)
-        for t, place in self.parts.values():
-            self.put_together(t, place, new)
-        self.parts = around
+        for t, placement in self.partial_writes.values():
+            self.gather_writes(t, placement, new)
+        self.partial_writes = outer_parts
         if old.parent is None:
             for t in old.outputs:
-                now = self.value(t, new)
-                if now in self.rows.own or now in self.rows.ordered:
-                    self.rows.refuse(now)
+                local = self.value(t, new)
+                if local in self.rows.indices or local in self.rows.ordered:
+                    self.rows.refuse(local)
                 self.tensors[t] = self.moved_to(
-                    now, self.at[now].without(self.at[now].pending, self.mesh), new, "forward"
+                    local, self.placements[local].without(self.placements[local].pending, self.mesh), new, "forward"
                 )
             for g in old.gradients.values():
                 self.tensors[g] = self.value(g, new)
@@ -471,51 +494,51 @@ class PlacedTensors(Rewriter):
         """Declare a source with its local sizes."""
         if old in self.tensors:
             return self.tensors[old]
-        place = self.stated.places.get(old, Placement(((),) * old.ndim))
-        sizes = place.local(old.sizes)
+        placement = self.requested.placements.get(old, Placement(((),) * old.ndim))
+        sizes = placement.local(old.sizes)
         strides = in_the_order_of(old.sizes, old.strides, sizes)
         tensor = Tensor(
             new, new.unique(old.name + suffix), sizes, old.dtype, strides=strides,
             role=old.role, requires_grad=old.requires_grad, pieces=old.storage.pieces, host=old.storage.host,
         )  # fmt: skip
         new.add_node(tensor)
-        self.at[tensor] = place
+        self.placements[tensor] = placement
         if old.role == "param":
-            self.params[tensor] = self.stated.gathered - self.stated.resident.get(old, frozenset())
-        elif old in self.stated.places:
+            self.params[tensor] = self.requested.gathered - self.requested.resident.get(old, frozenset())
+        elif old in self.requested.placements:
             self.fixed.add(tensor)
         return tensor
 
     def value(self, old: Tensor, new: Graph, want: Placement | None = None, phase: str = "forward") -> Tensor:
         """Return the new tensor of an old one at a placement; create it now if it is deferred."""
-        found = self.tensors[old]
-        if isinstance(found, UnplacedSource):
-            key = (old, want or Placement(((),) * old.ndim), self.here(new), "")
+        local = self.tensors[old]
+        if isinstance(local, UnplacedSource):
+            key = (old, want or Placement(((),) * old.ndim), self.current_graph(new), "")
             if key not in self.copies:  # one copy for each placement
-                self.copies[key] = self.made(found, old, new, key[1])
+                self.copies[key] = self.create(local, old, new, key[1])
             return self.copies[key]
-        return found if want is None else self.moved_to(found, want, new, phase)
+        return local if want is None else self.moved_to(local, want, new, phase)
 
-    def here(self, new: Graph) -> Graph:
+    def current_graph(self, new: Graph) -> Graph:
         """Return the graph that ops are added to: the kernel that is being written, if there is one."""
-        return new if self.piece is None else self.piece.graph()
+        return new if self.open_kernel is None else self.open_kernel.graph()
 
-    def made(self, later: UnplacedSource, old: Tensor, new: Graph, want: Placement) -> Tensor:
+    def create(self, later: UnplacedSource, old: Tensor, new: Graph, want: Placement) -> Tensor:
         """Create the result of a deferred op with local sizes."""
         if not later.zero:
             want = want.without(want.pending, self.mesh)
-        kind, here = later.op.kind, self.here(new)
+        kind, graph = later.op.kind, self.current_graph(new)
         if isinstance(kind, DenseFactory | Expand):
-            kind = at_places(replace(kind, sizes=want.local(old.sizes)), want, self.mesh)
+            kind = with_local_domain(replace(kind, sizes=want.local(old.sizes)), want, self.mesh)
         operands = [self.value(t, new, want if t.ndim else None) for t in later.op.operands]
-        op = here.add_op(kind, operands, later.op.name, later.op.phase)
+        op = graph.add_op(kind, operands, later.op.name, later.op.phase)
         op.scope = later.op.scope
-        self.at[op.results[0]] = want
+        self.placements[op.results[0]] = want
         return op.results[0]
 
     def moved_to(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor:
         """Redistribute a tensor; readers of the same phase share the result."""
-        have = self.at[t]
+        have = self.placements[t]
         if have == want:
             return t
         key, always = (t, want, new, "" if t in self.params else phase), (t, want, new, "")
@@ -524,92 +547,96 @@ class PlacedTensors(Rewriter):
         if t in self.undecided and not want.pending and want.axes > have.axes:
             loop, i = self.undecided[t]
             raise WiderError(loop, {i: want})
-        way, param = list(steps(have, want, self.mesh, None if t.domain is None else t.domain[1])), t in self.params
-        made = self.again(t, want, new, phase) if repeated(t) and {name for *_, name in way} != {"part"} else None
-        if made is not None:
-            self.copies[key] = made
-            return made
-        made = t
+        path, param = list(steps(have, want, self.mesh, None if t.domain is None else t.domain[1])), t in self.params
+        moved = (
+            self.expand_again(t, want, new, phase)
+            if expanded_axes(t) and {name for *_, name in path} != {"part"}
+            else None
+        )
+        if moved is not None:
+            self.copies[key] = moved
+            return moved
+        moved = t
         self.rows.need_kept(t, have.dims, want.dims)
-        for kind, after, name in way:
-            made = self.step(kind, made, name, new, phase)
-            self.at[made] = after
+        for kind, after, name in path:
+            moved = self.step(kind, moved, name, new, phase)
+            self.placements[moved] = after
         if have.pending:  # a sum is reduced once for all passes
             key = always
-        elif not param and phase in ("forward", "recompute") and self.stated.held and self.is_held(way):
+        elif not param and phase in ("forward", "recompute") and self.requested.saved and self.is_saved(path):
             key = always
-            self.held[t] = made
-        if {name for *_, name in way} == {"all_to_all"}:  # both have the same size: either may be saved
+            self.saved_gathers[t] = moved
+        if {name for *_, name in path} == {"all_to_all"}:  # both have the same size: either may be saved
             key = always
-            self.copies[made, have, new, ""] = t
-            self.elsewhere[made] = t
-        if self.at[made] != want:
+            self.copies[moved, have, new, ""] = t
+            self.exchange_sources[moved] = t
+        if self.placements[moved] != want:
             raise UnsupportedError(
-                f"shard: {t.name!r} lies as {have} and is wanted as {want}, to which no collective moves it; expected "
-                f"placements that agree"
+                f"shard: {t.name!r} is placed as {have} but needed as {want}, and no collective converts between the "
+                f"two; expected compatible placements"
             )
-        if have.pending == want.pending or t not in self.rows.own:  # a reduced count is the same on all ranks
-            self.rows.stands_for(made, t)
+        if have.pending == want.pending or t not in self.rows.indices:  # a reduced count is the same on all ranks
+            self.rows.note_alias(moved, t)
         if param:
-            self.params[made] = self.params[t]
-        self.copies[key] = made
-        return made
+            self.params[moved] = self.params[t]
+        self.copies[key] = moved
+        return moved
 
-    def again(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor | None:
+    def expand_again(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor | None:
         """Redistribute the operand of an expand and expand it again; return None if that is impossible here."""
         op = t.producer
         assert op is not None
         assert isinstance(op.kind, Expand)
-        (x,), have = op.operands, self.at[t]
-        if want.pending or self.piece is not None or x.graph is not new:
+        (x,), have = op.operands, self.placements[t]
+        if want.pending or self.open_kernel is not None or x.graph is not new:
             return None
         dims: list[Factors] = [()] * x.ndim
-        for i, at in enumerate(op.kind.kept):
-            if at is not None and i not in repeated(t):
-                dims[at] = want.dims[i]
+        for i, dim in enumerate(op.kind.kept):
+            if dim is not None and i not in expanded_axes(t):
+                dims[dim] = want.dims[i]
         ranks = (prod((self.mesh[f] for f in d if isinstance(f, str)), start=ONE) for d in have.dims)
-        whole = tuple(n * m for n, m in zip(t.sizes, ranks, strict=True))
+        full_sizes = tuple(n * m for n, m in zip(t.sizes, ranks, strict=True))
         source = self.moved_to(x, Placement(tuple(dims)), new, phase)
-        again = new.add_op(
-            at_places(replace(op.kind, sizes=want.local(whole)), want, self.mesh), [source], op.name, phase
+        expand = new.add_op(
+            with_local_domain(replace(op.kind, sizes=want.local(full_sizes)), want, self.mesh), [source], op.name, phase
         )
-        again.scope = op.scope
-        self.at[again.results[0]] = want
-        return again.results[0]
+        expand.scope = op.scope
+        self.placements[expand.results[0]] = want
+        return expand.results[0]
 
-    def is_held(self, way: Sequence[tuple[OpKind, Placement, str]]) -> bool:
+    def is_saved(self, path: Sequence[tuple[OpKind, Placement, str]]) -> bool:
         """Whether all of these ops are all-gathers whose results are saved for the backward pass, as in autograd."""
-        kinds = [kind for kind, _, _ in way if isinstance(kind, Collective) and kind.collective == "all_gather"]
-        return len(kinds) == len(way) and all(self.stated.held >= {*self.mesh.parts(kind.axis)} for kind in kinds)
+        kinds = [kind for kind, _, _ in path if isinstance(kind, Collective) and kind.collective == "all_gather"]
+        return len(kinds) == len(path) and all(self.requested.saved >= {*self.mesh.parts(kind.axis)} for kind in kinds)
 
     def slices_moved_to(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor:
         """Return a stack at another placement; ranks reduce its separate storages one after the other."""
-        if not t.storage.pieces or not self.at[t].pending:
+        if not t.storage.pieces or not self.placements[t].pending:
             return self.moved_to(t, want, new, phase)
         name = self.names.get(t, t.name)
         body = new.start_body(f"{name}.slices", fused=False)
         slice_ = body.formal(t, name, t.sizes[1:], t.strides[1:], t.storage.pieces - 1)
-        self.at[slice_] = self.at[t].with_dims(self.at[t].dims[1:])
-        made = self.slices_moved_to(slice_, want.with_dims(want.dims[1:]), body, phase)
-        body.outputs.append(made)
+        self.placements[slice_] = self.placements[t].with_dims(self.placements[t].dims[1:])
+        moved = self.slices_moved_to(slice_, want.with_dims(want.dims[1:]), body, phase)
+        body.outputs.append(moved)
         kind = Repeat(body=body, count=t.sizes[0], carries=0, xs=1, saved=1)
         op = new.add_op(kind, [t], body.name, phase)
         op.scope, body.owner = name.rpartition("/")[0], op
-        self.at[op.results[0]] = want
+        self.placements[op.results[0]] = want
         return op.results[0]
 
-    def stands_for(self, made: Tensor, t: Tensor) -> None:
+    def note_alias(self, alias: Tensor, t: Tensor) -> None:
         """Note that a new tensor aliases another, in or outside of a body."""
-        self.at[made] = self.at[t]
+        self.placements[alias] = self.placements[t]
         if t in self.params:
-            self.params[made] = self.params[t]
+            self.params[alias] = self.params[t]
         if t in self.fixed:
-            self.fixed.add(made)
-        self.rows.stands_for(made, t)
+            self.fixed.add(alias)
+        self.rows.note_alias(alias, t)
 
     def step(self, kind: OpKind, t: Tensor, name: str, new: Graph, phase: str, *others: Tensor) -> Tensor:
         """Add an op that redistributes a tensor, outside of a kernel, which is split there."""
-        graph = new if self.piece is None else self.piece.outside(t)
+        graph = new if self.open_kernel is None else self.open_kernel.outside(t)
         base = self.names.get(t, t.name).removesuffix(".in")
         op = graph.add_op(kind, [t, *others], f"{base}.{name}", phase)
         op.scope = base.rpartition("/")[0]
@@ -622,71 +649,71 @@ class PlacedTensors(Rewriter):
     def copied(self, t: Tensor, graph: Graph, name: str, phase: str) -> Tensor:
         """Return a contiguous copy of a tensor."""
         kind = Rearrange(split=t.sizes, order=tuple(range(t.ndim)), merged=t.sizes, copy=True)
-        (made,) = graph.add_op(kind, [t], name, phase).results
-        self.stands_for(made, t)
-        return made
+        (copy,) = graph.add_op(kind, [t], name, phase).results
+        self.note_alias(copy, t)
+        return copy
 
     def stack(self, op: Op, new: Graph) -> None:
         """Add an empty stack; if its slices turn out to have another placement, the graph is built again."""
         (stack,) = op.results
-        place = self.stated.stacks.get(stack, Placement(((),) * stack.ndim))
-        self.tensors[stack] = self.made(UnplacedSource(op), stack, new, place)
+        placement = self.requested.stacks.get(stack, Placement(((),) * stack.ndim))
+        self.tensors[stack] = self.create(UnplacedSource(op), stack, new, placement)
 
-    def note_made(self, t: Tensor, place: Placement | None) -> None:
+    def inherit_placement(self, t: Tensor, placement: Placement | None) -> None:
         """Note that an allocated tensor inherits the placement of the values written; the graph is built again."""
-        while place is not None and t.producer is not None and not isinstance(t.producer.kind, DenseFactory):
+        while placement is not None and t.producer is not None and not isinstance(t.producer.kind, DenseFactory):
             op = t.producer
             rule = op.kind.placed(op)
             if rule is None or not op.operands or op.operands[0].storage is not t.storage:
                 return
-            t, place = op.operands[0], before(rule, place, self.mesh)
-        if place is not None and t.producer is not None and t not in self.stated.stacks:
-            self.stacks[t] = place
+            t, placement = op.operands[0], operand_placement(rule, placement, self.mesh)
+        if placement is not None and t.producer is not None and t not in self.requested.stacks:
+            self.stacks[t] = placement
 
     def stacked(self, op: Op, new: Graph) -> None:
         """Add the filled stack, and note the placement of its slices."""
         stack, *slices = op.operands
-        place, rest = self.at[self.tensors[stack]], stack.ndim - 1
-        now = [self.at[self.value(t, new)] for t in slices]
-        dims = {at.dims[len(at.dims) - rest :] for at in now}
-        found = Placement(((), *dims.pop())) if len(dims) == 1 else Placement(((),) * stack.ndim)
-        if found != place and stack not in self.stated.stacks:
-            self.stacks[stack] = found
-        wanted = [Placement((*((),) * (t.ndim - rest), *place.dims[1:])) for t in slices]
-        for t, at, want in zip(slices, now, wanted, strict=True):
-            self.tell(op, t, at, want, "other slices of its stack lie otherwise")
-        moved = [self.value(t, new, want, op.phase) for t, want in zip(slices, wanted, strict=True)]
-        (made,) = self.add(op, op.kind, [self.tensors[stack], *moved], self.here(new)).results
-        self.at[made] = place
+        placement, slice_ndim = self.placements[self.tensors[stack]], stack.ndim - 1
+        current = [self.placements[self.value(t, new)] for t in slices]
+        dims = {have.dims[len(have.dims) - slice_ndim :] for have in current}
+        inferred = Placement(((), *dims.pop())) if len(dims) == 1 else Placement(((),) * stack.ndim)
+        if inferred != placement and stack not in self.requested.stacks:
+            self.stacks[stack] = inferred
+        required = [Placement((*((),) * (t.ndim - slice_ndim), *placement.dims[1:])) for t in slices]
+        for t, have, want in zip(slices, current, required, strict=True):
+            self.note_resharded(op, t, have, want, "other slices of its stack have another placement")
+        moved = [self.value(t, new, want, op.phase) for t, want in zip(slices, required, strict=True)]
+        (filled,) = self.add(op, op.kind, [self.tensors[stack], *moved], self.current_graph(new)).results
+        self.placements[filled] = placement
 
-    def tell(self, op: Op, t: Tensor, at: Placement, want: Placement, why: str) -> None:
+    def note_resharded(self, op: Op, t: Tensor, have: Placement, want: Placement, why: str) -> None:
         """Note the mesh axes along which a tensor is redistributed without a request."""
-        axes = sorted(axis for axis in at.axes if want.dim(axis) != at.dim(axis))
-        self.moved += [f"{op.name!r}: {t.name!r} put together along {axis}: {why}" for axis in axes]
+        axes = sorted(axis for axis in have.axes if want.dim(axis) != have.dim(axis))
+        self.resharded += [f"{op.name!r}: {t.name!r} is redistributed along {axis}: {why}" for axis in axes]
 
-    def note_part(self, before: Tensor, written: Tensor, after: Tensor) -> None:
+    def note_partial_write(self, before: Tensor, written: Tensor, after: Tensor) -> None:
         """Note a tensor that is written in parts although it is replicated."""
         storage = written.storage
-        if storage in self.parts:
-            self.parts[storage] = after, self.parts[storage][1]
+        if storage in self.partial_writes:
+            self.partial_writes[storage] = after, self.partial_writes[storage][1]
             return
-        found = self.tensors[before]
-        own = storage.role == "activation" or storage in self.carried
-        if isinstance(found, Tensor) and not own and self.at[written] != self.at[found]:
-            self.parts[storage] = after, self.at[found]
+        local = self.tensors[before]
+        temporary = storage.role == "activation" or storage in self.carried
+        if isinstance(local, Tensor) and not temporary and self.placements[written] != self.placements[local]:
+            self.partial_writes[storage] = after, self.placements[local]
 
-    def put_together(self, old: Tensor, place: Placement, new: Graph) -> None:
+    def gather_writes(self, old: Tensor, placement: Placement, new: Graph) -> None:
         """All-gather, in place, the parts of a replicated tensor that ranks have written."""
         t = self.tensors[old]
         for axis in reversed(list(self.mesh)):
-            at = self.at[t]
-            dim = at.dim(axis)
-            if dim is None or place.dim(axis) is not None:
+            current = self.placements[t]
+            dim = current.dim(axis)
+            if dim is None or placement.dim(axis) is not None:
                 continue
             kind = Collective(collective="all_gather", ranks=self.mesh[axis], axis=axis, dim=dim, inplace=True)
             assert old.producer is not None
             op = new.add_op(kind, [t], f"{t.name}.all_gather", old.producer.phase)
             op.scope = old.producer.scope
             (t,) = op.results
-            self.at[t] = at.without([axis], self.mesh)
+            self.placements[t] = current.without([axis], self.mesh)
         self.tensors[old] = t

@@ -26,11 +26,11 @@ class TokenRouting(ParamGroups):
     equally many rows to each other. Later readers use the exchanged rows.
     """
 
-    def __init__(self, stated: RequestedPlacements) -> None:
-        super().__init__(stated)
-        self.delivered: dict[tuple[Tensor, str, Graph], Tensor] = {}
+    def __init__(self, requested: RequestedPlacements) -> None:
+        super().__init__(requested)
+        self.exchanged: dict[tuple[Tensor, str, Graph], Tensor] = {}
         """Exchanged rows."""
-        self.arrived: dict[tuple[Tensor, Graph], Tensor] = {}
+        self.local_ends: dict[tuple[Tensor, Graph], Tensor] = {}
         """Row offsets for one rank's experts, after the exchange."""
         self.joined: dict[Tensor, frozenset[str]] = {}
         """Old token indices, and the mesh axes along which their tokens are replicated."""
@@ -42,78 +42,82 @@ class TokenRouting(ParamGroups):
     def routed(self, op: Op, new: Graph) -> str:
         """Bring the rows of all operands together; return the mesh axis along which they are with their experts."""
         if isinstance(op.kind, Dispatch):
-            self.joined[op.results[0]] = self.widths(op)
-            self.join(op.operands[0], self.widths(op), new, op.phase)
+            self.joined[op.results[0]] = self.width_axes(op)
+            self.join(op.operands[0], self.width_axes(op), new, op.phase)
         elif isinstance(op.kind, Gather) and op.operands[1] in self.joined:
             self.join(op.operands[0], self.joined[op.operands[1]], new, op.phase)
-        given = [self.tensors[t] for t in op.operands]
-        found = self.rows.asked(op, given, self.table(op))
-        if found is None:
+        inputs = [self.tensors[t] for t in op.operands]
+        location = self.rows.location(op, inputs, self.expert_placement(op))
+        if location is None:
             return ""
-        axis, routing = found
-        for old, t in zip(op.operands, given, strict=True):
-            order, own = self.rows.ordered.get(t), self.rows.own.get(t)
-            if order is None or order.axis == axis or (own is not None and own.what == "tokens" and not axis):
+        axis, routing = location
+        for old, t in zip(op.operands, inputs, strict=True):
+            order, indices = self.rows.ordered.get(t), self.rows.indices.get(t)
+            if (
+                order is None
+                or order.axis == axis
+                or (indices is not None and indices.meaning == "tokens" and not axis)
+            ):
                 continue
-            self.tensors[old] = made = self.sent(t, axis, routing, new, op.phase)
-            if self.piece is not None:  # the kernel reads the exchanged rows instead
-                self.piece.operands = [made if o is t else o for o in self.piece.operands]
+            self.tensors[old] = moved = self.exchange_rows(t, axis, routing, new, op.phase)
+            if self.open_kernel is not None:  # the kernel reads the exchanged rows instead
+                self.open_kernel.operands = [moved if o is t else o for o in self.open_kernel.operands]
         return axis
 
     def join(self, old: Tensor, axes: frozenset[str], new: Graph, phase: str) -> None:
         """Replicate tokens along mesh axes that split expert widths: expert parameters are not moved."""
         t = self.tensors[old]
-        if isinstance(t, Tensor) and axes & self.at[t].axes and t not in self.rows.ordered:
-            self.tensors[old] = self.moved_to(t, self.at[t].without(axes, self.mesh), new, phase)
+        if isinstance(t, Tensor) and axes & self.placements[t].axes and t not in self.rows.ordered:
+            self.tensors[old] = self.moved_to(t, self.placements[t].without(axes, self.mesh), new, phase)
 
-    def widths(self, op: Op) -> frozenset[str]:
+    def width_axes(self, op: Op) -> frozenset[str]:
         """Return the mesh axes that split the matrices of each expert and are not gathered."""
-        found: set[str] = set()
+        axes: set[str] = set()
         for reader in op.graph.successors(op.results[1]):
             if not isinstance(reader.kind, GroupedMatmul):
                 continue
             weights = reader.operands[1]
             while weights.producer is not None and isinstance(weights.producer.kind, Pointwise):  # a cast
                 weights = weights.producer.operands[0]
-            made = self.tensors.get(weights)
-            place = self.at[made] if isinstance(made, Tensor) else self.stated.places.get(weights)
-            found |= {f for dim in (place.dims[1:] if place else ()) for f in dim if isinstance(f, str)}
-        return frozenset(found) - self.stated.gathered
+            local = self.tensors.get(weights)
+            placement = self.placements[local] if isinstance(local, Tensor) else self.requested.placements.get(weights)
+            axes |= {f for dim in (placement.dims[1:] if placement else ()) for f in dim if isinstance(f, str)}
+        return frozenset(axes) - self.requested.gathered
 
-    def table(self, op: Op) -> Placement | None:
+    def expert_placement(self, op: Op) -> Placement | None:
         """Return the placement of the expert parameters that an op reads, after gathering."""
-        at = 1 if isinstance(op.kind, GroupedMatmul) else 0 if isinstance(op.kind, Indexed) else None
-        found = None if at is None else self.tensors[op.operands[at]]
-        if not isinstance(found, Tensor):
+        index = 1 if isinstance(op.kind, GroupedMatmul) else 0 if isinstance(op.kind, Indexed) else None
+        local = None if index is None else self.tensors[op.operands[index]]
+        if not isinstance(local, Tensor):
             return None
-        gathered = self.params.get(found, frozenset()) if op.phase != "optimizer" else frozenset()
-        return self.at[found].without(gathered & self.at[found].axes, self.mesh)
+        gathered = self.params.get(local, frozenset()) if op.phase != "optimizer" else frozenset()
+        return self.placements[local].without(gathered & self.placements[local].axes, self.mesh)
 
-    def sent(self, t: Tensor, axis: str, routing: Routing, new: Graph, phase: str) -> Tensor:
+    def exchange_rows(self, t: Tensor, axis: str, routing: Routing, new: Graph, phase: str) -> Tensor:
         """Return rows with their experts along a mesh axis, or with their tokens if `axis` is empty."""
-        graph = new if self.piece is None else self.piece.outside(t)
+        graph = new if self.open_kernel is None else self.open_kernel.outside(t)
         key = t, axis, graph
-        if key in self.delivered:
-            return self.delivered[key]
-        order, own = self.rows.ordered[t], self.rows.own.get(t)
-        if order.dims != {0} or (own is not None and (own.what != "owners" or not axis)):
+        if key in self.exchanged:
+            return self.exchanged[key]
+        order, indices = self.rows.ordered[t], self.rows.indices.get(t)
+        if order.dims != {0} or (indices is not None and (indices.meaning != "owners" or not axis)):
             self.rows.refuse(t)
         along = axis or order.axis
         merge = self.merge(routing, along, graph, phase)
-        if own is not None:
-            made = merge.results[3]
-            self.rows.own[made] = replace(own, axis=axis)
+        if indices is not None:
+            rows = merge.results[3]
+            self.rows.indices[rows] = replace(indices, axis=axis)
         else:
-            way = self.all_to_all(along)
-            kinds = (way, Gather()) if axis else (Gather(), way)
-            made = t
+            exchange = self.all_to_all(along)
+            kinds = (exchange, Gather()) if axis else (Gather(), exchange)
+            rows = t
             for kind in kinds:
-                places = () if kind is way else (merge.results[1 if axis else 2],)
-                made = self.step(kind, made, kind.collective if kind is way else kind.name, new, phase, *places)
-            self.delivered[made, order.axis, graph] = t
-        self.at[made], self.rows.ordered[made] = self.at[t], replace(order, axis=axis)
-        self.delivered[key] = made
-        return made
+                sources = () if kind is exchange else (merge.results[1 if axis else 2],)
+                rows = self.step(kind, rows, kind.collective if kind is exchange else kind.name, new, phase, *sources)
+            self.exchanged[rows, order.axis, graph] = t
+        self.placements[rows], self.rows.ordered[rows] = self.placements[t], replace(order, axis=axis)
+        self.exchanged[key] = rows
+        return rows
 
     def all_to_all(self, axis: str) -> Collective:
         """Return an all-to-all of the first axis that concatenates the received pieces."""
@@ -126,14 +130,14 @@ class TokenRouting(ParamGroups):
             home = home.parent
         assert home is not None  # rows with their experts come from a grouped matmul, which reads their offsets
         ends = self.rows.ends[routing, home]
-        if self.rows.own[ends].axis:
+        if self.rows.indices[ends].axis:
             return ends
-        if (ends, graph) not in self.arrived:
-            made = self.step(self.all_to_all(axis), ends, "all_to_all", graph, phase)
-            self.at[made] = Placement(((),))
-            self.rows.own[made] = replace(self.rows.own[ends], axis=axis)
-            self.arrived[ends, graph] = made
-        return self.arrived[ends, graph]
+        if (ends, graph) not in self.local_ends:
+            local_ends = self.step(self.all_to_all(axis), ends, "all_to_all", graph, phase)
+            self.placements[local_ends] = Placement(((),))
+            self.rows.indices[local_ends] = replace(self.rows.indices[ends], axis=axis)
+            self.local_ends[ends, graph] = local_ends
+        return self.local_ends[ends, graph]
 
     def merge(self, routing: Routing, axis: str, graph: Graph, phase: str) -> Op:
         """Return the op that sorts received rows by expert."""
@@ -144,19 +148,19 @@ class TokenRouting(ParamGroups):
             kind = Merge(
                 ranks=ranks, axis=axis, rows=routing.rows, chosen=routing.chosen / ranks, owners=routing.owners
             )
-            made = self.step(kind, ends, "merge", graph, phase)
-            op = made.producer
+            merged = self.step(kind, ends, "merge", graph, phase)
+            op = merged.producer
             assert op is not None
-            self.at |= {t: Placement(((),)) for t in op.results}
+            self.placements |= {t: Placement(((),)) for t in op.results}
             self.merged[key] = op
         return self.merged[key]
 
-    def handed(self, old: Tensor, t: Tensor) -> Tensor:
+    def saved_tensor(self, old: Tensor, t: Tensor) -> Tensor:
         """Return the tensor saved for the backward pass in place of an old one: the exchanged one, if readers used it.
 
         It may be a result of an all-to-all, or row offsets after the exchange.
         """
-        if t in self.rows.own:
-            return self.arrived.get((t, t.graph), t)
+        if t in self.rows.indices:
+            return self.local_ends.get((t, t.graph), t)
         read = self.read.get(old, [])
-        return read[0] if read and all(r is read[0] for r in read) and self.elsewhere.get(read[0]) is t else t
+        return read[0] if read and all(r is read[0] for r in read) and self.exchange_sources.get(read[0]) is t else t

@@ -25,18 +25,18 @@ __all__ = ["NOT_DIFFERENTIABLE", "rules"]
 #: Op kinds without a body and without a rule, with the reason.
 NOT_DIFFERENTIABLE: Mapping[type[OpKind], str] = MappingProxyType(
     {
-        Unpool: "a gradient already: of gradients of gradients of windows nothing is stated",
-        Foreign: "a call that was recorded: torch runs its backward pass, which a trace can record as well",
+        Unpool: "a gradient already: second derivatives of pooling are not supported",
+        Foreign: "a recorded call: torch runs its backward pass, which a trace can record as well",
         FusedUpdate: "part of an optimizer step",
-        Pack: "of the graph of one rank: a graph is differentiated before it is sharded",
-        Receive: "of one stage of a pipeline: a graph is differentiated before it is cut",
-        Send: "of one stage of a pipeline: a graph is differentiated before it is cut",
-        Unshard: "of the graph of one rank: a graph is differentiated before it is sharded",
-        LocalShard: "of the graph of one rank: a graph is differentiated before it is sharded",
-        Dispatch: "makes integers alone",
-        Merge: "of the graph of one rank: a graph is differentiated before it is sharded",
-        StopGradient: "lets no gradient pass: nothing asks for its rule",
-        Append: "part of a step of inference",
+        Pack: "part of a per-rank graph: a graph is differentiated before it is sharded",
+        Receive: "part of a pipeline stage: a graph is differentiated before it is split",
+        Send: "part of a pipeline stage: a graph is differentiated before it is split",
+        Unshard: "part of a per-rank graph: a graph is differentiated before it is sharded",
+        LocalShard: "part of a per-rank graph: a graph is differentiated before it is sharded",
+        Dispatch: "returns only integers",
+        Merge: "part of a per-rank graph: a graph is differentiated before it is sharded",
+        StopGradient: "stops gradients, so its rule is never called",
+        Append: "part of an inference step",
         Unscale: "part of an optimizer step",
     }
 )

@@ -51,7 +51,7 @@ class KernelBackward:
 
     rebuilt: Mapping[Tensor, Callable[[Saved], Tensor]] = field(default_factory=dict)
     """inner tensors that are recomputed in another way than by their producers"""
-    kept: frozenset[Tensor] = frozenset()
+    written: frozenset[Tensor] = frozenset()
     """inner tensors that the forward kernel writes"""
     rules: Mapping[Op, Rule[Any]] = field(default_factory=dict)
     """rules that override those of inner ops"""
@@ -75,17 +75,17 @@ def softmax(pull: VJPContext[Kernel]) -> Sequence[Tensor | None]:
 
     An extra term in the sum (a sink) is an operand with probability 1 - sum(y).
     """
-    g, (names, kept) = pull.grads[0], _rows(pull.op)
+    g, (names, row_names) = pull.grads[0], _rows(pull.op)
     y = pull.saved(pull.op.results[0])
     assert g is not None
-    beside = pull.op.operands[1:]
+    sinks = pull.op.operands[1:]
     with kernel("softmax_backward", workspace=_dense_copies(g, y)) as body:
-        along = reduce(g * y, f"{names} -> {kept}", "sum")
-        made = [_in_format_of(pull.op.operands[0], y * (g - along))]
-        if beside and pull.needs[1]:
-            share = 1.0 - reduce(y, f"{names} -> {kept}", "sum")
-            made.append(sum_to(-(share * along), beside[0]))
-    return [*map(body.export, made), *(None for _ in beside[len(made) - 1 :])]
+        row_dot = reduce(g * y, f"{names} -> {row_names}", "sum")
+        operand_grads = [_in_format_of(pull.op.operands[0], y * (g - row_dot))]
+        if sinks and pull.needs[1]:
+            share = 1.0 - reduce(y, f"{names} -> {row_names}", "sum")
+            operand_grads.append(sum_to(-(share * row_dot), sinks[0]))
+    return [*map(body.export, operand_grads), *(None for _ in sinks[len(operand_grads) - 1 :])]
 
 
 def _in_format_of(x: Tensor, gradient: Tensor) -> Tensor:
@@ -100,17 +100,17 @@ def _dense_copies(*tensors: Tensor) -> Poly:
 
 def log_softmax(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Return g - exp(y) * sum(g): reads only the result."""
-    g, (names, kept) = pull.grads[0], _rows(pull.op)
+    g, (names, row_names) = pull.grads[0], _rows(pull.op)
     y = pull.saved(pull.op.results[0])
     assert g is not None
     with kernel("log_softmax_backward", workspace=_dense_copies(g, y)) as body:
-        made = _in_format_of(pull.op.operands[0], g - pointwise("exp", y) * reduce(g, f"{names} -> {kept}", "sum"))
-    return (body.export(made),)
+        grad = _in_format_of(pull.op.operands[0], g - pointwise("exp", y) * reduce(g, f"{names} -> {row_names}", "sum"))
+    return (body.export(grad),)
 
 
 def norm(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Return g * x / norm, or the formula for another order, and 0 at a norm of 0: torch's `norm_backward`."""
-    x, y, g = _rows_beside(pull)
+    x, y, g = _broadcast_rows(pull)
     assert pull.op.body is not None
     steps = {o.kind.function.name: o.kind for o in reversed(pull.op.body.ops) if isinstance(o.kind, Pointwise)}
     if "square" in steps:
@@ -121,9 +121,9 @@ def norm(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
         return (pointwise("sign", x) * g,)
     modulus = pointwise("abs", x)
     # torch's `logical_or`: they are never both true
-    largest = pointwise("ne", pointwise("eq", modulus, y), pointwise("ne", modulus, modulus))
-    shares, *between = _shared(g, largest, x)
-    return (_kept(pointwise("sign", x) * shares, *between, modulus, largest),)
+    is_largest = pointwise("ne", pointwise("eq", modulus, y), pointwise("ne", modulus, modulus))
+    shares, *temporaries = _share_among(g, is_largest, x)
+    return (_keep_until_return(pointwise("sign", x) * shares, *temporaries, modulus, is_largest),)
 
 
 def _power_norm(x: Tensor, y: Tensor, g: Tensor, order: Any) -> Tensor:
@@ -137,9 +137,9 @@ def _power_norm(x: Tensor, y: Tensor, g: Tensor, order: Any) -> Tensor:
         zeros = pointwise("eq", x, 0) if order < 1 else None
         if zeros is not None:
             power = pointwise("masked_fill", power, zeros, inplace=inplace)
-        scaled = _kept(pointwise("sign", x) * power, *() if zeros is None else (zeros,))
+        scaled = _keep_until_return(pointwise("sign", x) * power, *() if zeros is None else (zeros,))
     if order < 1:
-        return _kept(scaled * g * _power(y, 1 - order), scaled)
+        return _keep_until_return(scaled * g * _power(y, 1 - order), scaled)
     share = g / _power(y, order - 1)
     return scaled * pointwise("masked_fill", share, pointwise("eq", y, 0), inplace=inplace)
 
@@ -151,20 +151,20 @@ def _power(x: Tensor, exponent: float, *, inplace: bool = False) -> Tensor:
     return x
 
 
-def _kept(made: Tensor, *others: Tensor) -> Tensor:
+def _keep_until_return(result: Tensor, *temporaries: Tensor) -> Tensor:
     """Keep the local variables of torch's function alive until it returns."""
-    return made if current_graph().fused else keep(made, *others)
+    return result if current_graph().fused else keep(result, *temporaries)
 
 
-def _counted(found: Tensor, kept: Sequence[Poly], filled: Poly = ZERO) -> Tensor:
+def _count_true(mask: Tensor, row_sizes: Sequence[Poly], extra_bytes: Poly = ZERO) -> Tensor:
     """Count the true elements of a mask, keeping reduced axes with size 1; a CPU casts the mask to int64 first."""
-    names = [f"n{i}" for i in range(found.ndim)]
-    axes = " ".join("1" if n == ONE else name for n, name in zip(kept, names, strict=True))
+    names = [f"n{i}" for i in range(mask.ndim)]
+    axes = " ".join("1" if n == ONE else name for n, name in zip(row_sizes, names, strict=True))
 
-    def body(found: Tensor) -> Tensor:
-        return reduce(found, f"{' '.join(names)} -> {axes}", "sum")
+    def body(mask: Tensor) -> Tensor:
+        return reduce(mask, f"{' '.join(names)} -> {axes}", "sum")
 
-    return _with_copies("sum", body, found, bytes_=8 * found.numel + filled)
+    return _with_copies("sum", body, mask, bytes_=8 * mask.numel + extra_bytes)
 
 
 def extremum(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
@@ -172,36 +172,36 @@ def extremum(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
 
     A full reduction uses `evenly_distribute_backward`, which allocates zeros before it counts.
     """
-    x, y, g = _rows_beside(pull)
+    x, y, g = _broadcast_rows(pull)
     ties = pointwise("eq", y, x)
     if not pull.op.results[0].ndim and x.ndim:
-        many = _counted(ties, y.sizes, filled=x.numel * x.dtype.bytes)
-        return (_kept(pointwise("where", ties, g / many, 0), ties),)
-    return (_kept(*_shared(g, ties, x)),)
+        count = _count_true(ties, y.sizes, extra_bytes=x.numel * x.dtype.bytes)
+        return (_keep_until_return(pointwise("where", ties, g / count, 0), ties),)
+    return (_keep_until_return(*_share_among(g, ties, x)),)
 
 
-def _shared(g: Tensor, where: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _share_among(g: Tensor, where: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Divide a gradient among the true elements of a mask; also return the intermediate results.
 
     A CPU casts the count before the division, and the mask before the multiplication.
     """
-    many = _counted(where, g.sizes)
-    share = _with_copies("div", lambda g, n: pointwise("div", g, n), g, many, bytes_=many.numel * g.dtype.bytes)
+    count = _count_true(where, g.sizes)
+    share = _with_copies("div", lambda g, n: pointwise("div", g, n), g, count, bytes_=count.numel * g.dtype.bytes)
     product = _with_copies(
         "mul", lambda s, t: pointwise("mul", s, t, dtype=x.dtype), share, where, bytes_=where.numel * x.dtype.bytes
     )
-    return product, many, share
+    return product, count, share
 
 
 def product(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Return g * (y / x): torch's `prod_backward` without zeros, for which it checks first."""
-    x, y, g = _rows_beside(pull)
+    x, y, g = _broadcast_rows(pull)
     zeros = pointwise("eq", x, 0)
     if not pull.op.results[0].ndim:
         reduce(zeros, f"{' '.join(f'n{i}' for i in range(x.ndim))} -> ", "any")
         return (g * (y / x),)
-    many = _counted(zeros, y.sizes)
-    return (_kept(g * (y / x), zeros, many),)
+    count = _count_true(zeros, y.sizes)
+    return (_keep_until_return(g * (y / x), zeros, count),)
 
 
 def _with_copies(name: str, function: Callable[..., Tensor], *operands: Tensor, bytes_: Poly) -> Tensor:
@@ -209,8 +209,8 @@ def _with_copies(name: str, function: Callable[..., Tensor], *operands: Tensor, 
     if current_graph().fused:
         return function(*operands)
     with kernel(name, workspace=bytes_) as body:
-        made = function(*operands)
-    return body.export(made)
+        result = function(*operands)
+    return body.export(result)
 
 
 def polar(pull: VJPContext[Kernel]) -> tuple[Tensor | None, ...]:
@@ -221,22 +221,22 @@ def polar(pull: VJPContext[Kernel]) -> tuple[Tensor | None, ...]:
     (g,), y = pull.grads, pull.saved(pull.op.results[0])
     assert g is not None
 
-    def multiplied(first: Tensor, second: Tensor) -> Tensor:
+    def multiply(first: Tensor, second: Tensor) -> Tensor:
         return _with_copies("mul", lambda a, b: pointwise("mul", a, b), first, second, bytes_=g.numel * g.dtype.bytes)
 
     signs = pointwise("sign", y)
-    along = _kept(multiplied(view_as(g, "conjugate"), signs), signs)
-    turned = pointwise("mul", view_as(y, "conjugate"), 1.0)
-    across = _kept(multiplied(g, turned), along, turned)
-    return real_part(along), index(view_as(across, "real"), (..., 1))
+    modulus_grad = _keep_until_return(multiply(view_as(g, "conjugate"), signs), signs)
+    rotated = pointwise("mul", view_as(y, "conjugate"), 1.0)
+    angle_grad = _keep_until_return(multiply(g, rotated), modulus_grad, rotated)
+    return real_part(modulus_grad), index(view_as(angle_grad, "real"), (..., 1))
 
 
 def logsumexp(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Return g * exp(x - y), the share of each element; the difference stays alive until then, as in C++."""
-    x, y, g = _rows_beside(pull)
-    less = x - y
-    made = g * pointwise("exp", less)
-    return (_kept(made, less),)
+    x, y, g = _broadcast_rows(pull)
+    shifted = x - y
+    grad = g * pointwise("exp", shifted)
+    return (_keep_until_return(grad, shifted),)
 
 
 def weight_norm(pull: VJPContext[Kernel]) -> tuple[Tensor | None, ...]:
@@ -244,24 +244,24 @@ def weight_norm(pull: VJPContext[Kernel]) -> tuple[Tensor | None, ...]:
 
     Salimans and Kingma 2016, arXiv 1602.07868, eq. 3.
     """
-    g, (names, kept) = pull.grads[0], _rows(pull.op)
+    g, (names, row_names) = pull.grads[0], _rows(pull.op)
     assert g is not None
     v, scale, length = map(pull.saved, (*pull.op.operands, pull.op.results[1]))
     with kernel("weight_norm_backward") as body:
-        along = reduce(g * v, f"{names} -> {kept}", "sum")
-        made = [scale / length * (g - v * (along / pointwise("square", length))), along / length]
-    return tuple(body.export(t) if wanted else None for t, wanted in zip(made, pull.needs, strict=True))
+        row_dot = reduce(g * v, f"{names} -> {row_names}", "sum")
+        operand_grads = [scale / length * (g - v * (row_dot / pointwise("square", length))), row_dot / length]
+    return tuple(body.export(t) if needed else None for t, needed in zip(operand_grads, pull.needs, strict=True))
 
 
-def _rows_beside(pull: VJPContext[Kernel]) -> tuple[Tensor, Tensor, Tensor]:
+def _broadcast_rows(pull: VJPContext[Kernel]) -> tuple[Tensor, Tensor, Tensor]:
     """Return a kernel's operand, and its result and gradient in shapes that broadcast against it."""
     (g,), x, body = pull.grads, pull.saved(pull.op.operands[0]), pull.op.body
     assert g is not None
     assert body is not None
     pattern = next(o.kind.pattern for o in reversed(body.ops) if isinstance(o.kind, Reduce))
-    left = pattern.result_names
-    kept = [n if a.names[0] in left else ONE for a, n in zip(pattern.operands[0], x.sizes, strict=True)]
-    y, g = (reshape(t, kept) for t in (pull.saved(pull.op.results[0]), g))
+    result_names = pattern.result_names
+    row_sizes = [n if a.names[0] in result_names else ONE for a, n in zip(pattern.operands[0], x.sizes, strict=True)]
+    y, g = (reshape(t, row_sizes) for t in (pull.saved(pull.op.results[0]), g))
     return x, y, g
 
 
@@ -270,23 +270,23 @@ def variance(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     (g, *means), x, body = pull.grads, pull.saved(pull.op.operands[0]), pull.op.body
     assert body is not None
     pattern = next(o.kind.pattern for o in body.ops if isinstance(o.kind, Reduce))
-    kept = [ONE if str(a) == "1" else n for a, n in zip(pattern.result, x.sizes, strict=True)]
-    whole = x.numel / prod(kept, start=ONE)
-    divided: Any = (
+    row_sizes = [ONE if str(a) == "1" else n for a, n in zip(pattern.result, x.sizes, strict=True)]
+    count = x.numel / prod(row_sizes, start=ONE)
+    divisor: Any = (
         o.kind.scalars[1] for o in body.ops if isinstance(o.kind, Pointwise) and o.kind.function.name == "div"
     )
-    made = None
+    grad = None
     if g is not None:
-        g = reshape(g, kept)
+        g = reshape(g, row_sizes)
         if any(isinstance(o.kind, Pointwise) and o.kind.function.name == "sqrt" for o in body.ops):
-            y = reshape(pull.saved(pull.op.results[0]), kept)
+            y = reshape(pull.saved(pull.op.results[0]), row_sizes)
             g = pointwise("masked_fill", g / (y * 2.0), pointwise("eq", y, 0.0))
-        share = pointwise("mul", g, poly(2) / next(divided, whole))
-        made = share * (x - reduce(x, str(pattern), "mean"))
+        share = pointwise("mul", g, poly(2) / next(divisor, count))
+        grad = share * (x - reduce(x, str(pattern), "mean"))
     if means and means[0] is not None:
-        share = broadcast(reshape(means[0], kept), x.sizes) / whole
-        made = share if made is None else made + share
-    return (made,)
+        share = broadcast(reshape(means[0], row_sizes), x.sizes) / count
+        grad = share if grad is None else grad + share
+    return (grad,)
 
 
 def order(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
@@ -295,10 +295,12 @@ def order(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     if g is None or not pull.needs[0]:
         return (None,)
     assert body is not None
-    turn = next(o.kind.order for o in body.ops if isinstance(o.kind, Rearrange))  # moves the axis to the end
-    places, values = (permute(t, turn) for t in (pull.saved(pull.op.results[1]), g))
-    zeros = permute(fill(x.sizes, 0, x.dtype), turn)
-    return (permute(scatter(zeros, places, values, "set", along=True), [turn.index(i) for i in range(x.ndim)]),)
+    axis_order = next(o.kind.order for o in body.ops if isinstance(o.kind, Rearrange))  # moves the axis to the end
+    positions, values = (permute(t, axis_order) for t in (pull.saved(pull.op.results[1]), g))
+    zeros = permute(fill(x.sizes, 0, x.dtype), axis_order)
+    return (
+        permute(scatter(zeros, positions, values, "set", along=True), [axis_order.index(i) for i in range(x.ndim)]),
+    )
 
 
 def flip(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
@@ -306,17 +308,17 @@ def flip(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     (g,), body = pull.grads, pull.op.body
     assert g is not None
     assert body is not None
-    turns = (o.operands[0].producer for o in body.ops if isinstance(o.kind, Gather))
-    axes = [t.kind.order[0] if t is not None and isinstance(t.kind, Rearrange) else 0 for t in turns]
-    made = fused("flip_backward", reverse, g, axes=axes)
-    return (made if isinstance(made, Tensor) else made[0],)
+    moves = (o.operands[0].producer for o in body.ops if isinstance(o.kind, Gather))
+    axes = [t.kind.order[0] if t is not None and isinstance(t.kind, Rearrange) else 0 for t in moves]
+    flipped = fused("flip_backward", reverse, g, axes=axes)
+    return (flipped if isinstance(flipped, Tensor) else flipped[0],)
 
 
 def cumulative_sum(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Return the reversed cumulative sum of the gradient: torch's `cumsum_backward`."""
     (g,) = pull.grads
     assert g is not None
-    return (_from_the_end(g, pull.op),)
+    return (_reverse_cumulative_sum(g, pull.op),)
 
 
 def cumulative_product(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
@@ -325,18 +327,18 @@ def cumulative_product(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     assert g is not None
     shares, zeros = y * g, pointwise("eq", x, 0)
     names = " ".join(f"n{i}" for i in range(x.ndim))
-    found = reduce(zeros, f"{names} -> ", "any")
-    return (keep(_from_the_end(shares, pull.op) / x, shares, zeros, found),)
+    any_zero = reduce(zeros, f"{names} -> ", "any")
+    return (keep(_reverse_cumulative_sum(shares, pull.op) / x, shares, zeros, any_zero),)
 
 
-def _from_the_end(x: Tensor, op: Op) -> Tensor:
+def _reverse_cumulative_sum(x: Tensor, op: Op) -> Tensor:
     """Flip an axis, accumulate and flip back; intermediate results stay alive until the end, as in C++."""
     assert op.body is not None
     moves = (o.kind.order[0] for o in op.body.ops if isinstance(o.kind, Rearrange))
     axis = next(moves, 0)  # moved to the front unless it is the first
-    turned = one_kernel("flip", reverse, x, backward="flip", axes=[axis])
-    added = running(turned, axis, "add", 0, "cumulative_sum", backward="cumulative_sum")
-    return keep(one_kernel("flip", reverse, added, backward="flip", axes=[axis]), turned)
+    flipped = one_kernel("flip", reverse, x, backward="flip", axes=[axis])
+    running_sum = running(flipped, axis, "add", 0, "cumulative_sum", backward="cumulative_sum")
+    return keep(one_kernel("flip", reverse, running_sum, backward="flip", axes=[axis]), flipped)
 
 
 def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> KernelBackward:
@@ -348,26 +350,28 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> KernelBackwa
     probabilities, statistic = row_sums(op)
     scores = probabilities.operands[0]
 
-    def rebuilt(inside: Saved) -> Tensor:
-        return cast(pointwise("exp", inside(scores) - inside(statistic)), scores.dtype)
+    def recompute_probabilities(inner_saved: Saved) -> Tensor:
+        return cast(pointwise("exp", inner_saved(scores) - inner_saved(statistic)), scores.dtype)
 
     def rule(pull: VJPContext[Kernel]) -> Sequence[Tensor | None]:
         grad, out = pull.grads[0], grads[0]
         assert grad is not None
         assert out is not None
-        along = _along_rows(op, out * saved(op.results[0]))
-        beside = probabilities.operands[1:]
-        made: list[Tensor | None] = [pull.saved(probabilities.results[0]) * (grad - along)]
-        for t, wanted in zip(beside, pull.needs[1:], strict=True):
+        row_dot = _along_rows(op, out * saved(op.results[0]))
+        sinks = probabilities.operands[1:]
+        operand_grads: list[Tensor | None] = [pull.saved(probabilities.results[0]) * (grad - row_dot)]
+        for t, needed in zip(sinks, pull.needs[1:], strict=True):
             share = pointwise("exp", pull.saved(t) - pull.saved(statistic))
-            made.append(sum_to(-(share * along), t) if wanted else None)
-        return made
+            operand_grads.append(sum_to(-(share * row_dot), t) if needed else None)
+        return operand_grads
 
     body = op.body
     assert body is not None
     factors = {_source(t) for o in body.ops if isinstance(o.kind, Einsum) for t in o.operands}
     joint = frozenset(t for t in factors if t.producer is None)
-    return KernelBackward({probabilities.results[0]: rebuilt}, frozenset({statistic}), {probabilities: rule}, joint)
+    return KernelBackward(
+        {probabilities.results[0]: recompute_probabilities}, frozenset({statistic}), {probabilities: rule}, joint
+    )
 
 
 def _source(t: Tensor) -> Tensor:
@@ -386,16 +390,16 @@ def row_sums(op: Op) -> tuple[Op, Tensor]:
     if len(probabilities.results) > 1:  # already requested
         return probabilities, probabilities.results[1]
     scores = probabilities.operands[0]
-    largest, sums = (_second(inner, function) for function in ("sub", "div"))
+    largest, sums = (_second_operand(inner, function) for function in ("sub", "div"))
     with building(inner), phase(op.phase):
-        made = cast(largest + pointwise("log", sums), "fp32" if scores.dtype.bits < 32 else scores.dtype)
-    return probabilities, inner.export(made)
+        log_sum_exp = cast(largest + pointwise("log", sums), "fp32" if scores.dtype.bits < 32 else scores.dtype)
+    return probabilities, inner.export(log_sum_exp)
 
 
-def _second(body: Graph, function: str) -> Tensor:
+def _second_operand(body: Graph, function: str) -> Tensor:
     """Return the second operand of `sub` or `div` in a softmax."""
-    found = (o for o in body.ops if isinstance(o.kind, Pointwise) and o.kind.function.name == function)
-    return next(o.operands[1] for o in found if o.operands[0].sizes == o.results[0].sizes)
+    matching = (o for o in body.ops if isinstance(o.kind, Pointwise) and o.kind.function.name == function)
+    return next(o.operands[1] for o in matching if o.operands[0].sizes == o.results[0].sizes)
 
 
 def _along_rows(op: Op, product: Tensor) -> Tensor:
@@ -403,8 +407,8 @@ def _along_rows(op: Op, product: Tensor) -> Tensor:
     assert op.body is not None
     pattern = next(o.kind.pattern for o in reversed(op.body.ops) if isinstance(o.kind, Einsum))
     names, rows = list(pattern.result_names), pattern.operand_names(0)
-    kept = [n for n in rows if n in names]
-    total = reduce(product, f"{' '.join(names)} -> {' '.join(kept)}", "sum")
+    row_names = [n for n in rows if n in names]
+    total = reduce(product, f"{' '.join(names)} -> {' '.join(row_names)}", "sum")
     return reshape(total, [product.sizes[names.index(n)] if n in names else 1 for n in rows])
 
 
@@ -442,7 +446,7 @@ QUANTIZE = "quantize"
 SCALED_MM = "scaled_mm"
 
 
-def quantize(x: Tensor, wanted: DType) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
     """Return a quantized copy of a tensor, and its scale, an fp32 scalar."""
     axes = " ".join(f"a{i}" for i in range(x.ndim))
 
@@ -450,49 +454,51 @@ def quantize(x: Tensor, wanted: DType) -> tuple[Tensor, Tensor]:
         return cast(reduce(pointwise("abs", x), f"{axes} -> ", "max"), "fp32")
 
     def narrow(x: Tensor, scale: Tensor) -> Tensor:
-        return cast(pointwise("clamp", pointwise("mul", x, scale)), wanted)
+        return cast(pointwise("clamp", pointwise("mul", x, scale)), dtype)
 
     amax: Any = fused(AMAX, largest, x)
-    scale = pointwise("div", float(wanted.max), amax, name="scale")
-    made: Any = fused(QUANTIZE, narrow, x, scale, backward=QUANTIZE)
-    return made, scale
+    scale = pointwise("div", float(dtype.max), amax, name="scale")
+    quantized: Any = fused(QUANTIZE, narrow, x, scale, backward=QUANTIZE)
+    return quantized, scale
 
 
-def unscaled(y: Tensor, first: Tensor, second: Tensor, wanted: DType) -> Tensor:
+def unscaled(y: Tensor, first: Tensor, second: Tensor, dtype: DType) -> Tensor:
     """Divide a matmul result by the scales of its operands: one scalar product, and one FLOP per element."""
-    return cast(pointwise("div", y, pointwise("mul", first, second, name="scales"), name="unscale"), wanted)
+    return cast(pointwise("div", y, pointwise("mul", first, second, name="scales"), name="unscale"), dtype)
 
 
-def backward_rule(wanted: str) -> str:
+def backward_rule(dtype_name: str) -> str:
     """Return the rule name for matmuls whose incoming gradient is quantized to a format."""
-    return f"{SCALED_MM}_{wanted}"
+    return f"{SCALED_MM}_{dtype_name}"
 
 
 def _straight(pull: VJPContext[Kernel]) -> tuple[Tensor | None, None]:
     return pull.grads[0], None
 
 
-def _scaled_mm(wanted: DType, pull: VJPContext[Kernel]) -> list[Tensor | None]:
+def _scaled_mm(dtype: DType, pull: VJPContext[Kernel]) -> list[Tensor | None]:
     op, body, grad = pull.op, pull.kind.body, pull.grads[0]
     assert grad is not None
     outer = dict(zip(body.formals, op.operands, strict=True))
     needs = dict(zip(body.formals, pull.needs, strict=True))
     product = next(o for o in body.ops if isinstance(o.kind, Einsum))
     scales = next(o for o in body.ops if o.name.rpartition("/")[2].startswith("scales")).operands
-    made: dict[Tensor, Tensor] = {}
-    narrow: tuple[Tensor, Tensor] | None = None
+    operand_grads: dict[Tensor, Tensor] = {}
+    quantized_grad: tuple[Tensor, Tensor] | None = None
     for i, f in enumerate(product.operands):
         if needs[f]:
-            narrow = narrow or quantize(grad, wanted)
+            quantized_grad = quantized_grad or quantize(grad, dtype)
             other, scale = (pull.saved(outer[t]) for t in (product.operands[1 - i], scales[1 - i]))
-            made[f] = _product(product, i, narrow, (other, scale), grad.dtype)
+            operand_grads[f] = _grad_matmul(product, i, quantized_grad, (other, scale), grad.dtype)
     for f in body.formals:
         if needs[f] and f not in product.operands and f not in scales:
-            made[f] = _summed(grad, f)
-    return [made.get(f) for f in body.formals]
+            operand_grads[f] = _bias_grad(grad, f)
+    return [operand_grads.get(f) for f in body.formals]
 
 
-def _product(product: Op, i: int, grad: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], wanted: DType) -> Tensor:
+def _grad_matmul(
+    product: Op, i: int, grad: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], dtype: DType
+) -> Tensor:
     """Add the matmul for an operand's gradient."""
     assert isinstance(product.kind, Einsum)
     forward = product.kind.pattern
@@ -500,11 +506,11 @@ def _product(product: Op, i: int, grad: tuple[Tensor, Tensor], other: tuple[Tens
     kind = Einsum(pattern=pattern, extents=product.kind.extents, dtype=DTYPES["fp32"])
     with kernel(SCALED_MM) as body:
         y = apply(kind, [grad[0], other[0]], "matmul")[0]
-        y = unscaled(y, grad[1], other[1], wanted)
+        y = unscaled(y, grad[1], other[1], dtype)
     return body.export(y)
 
 
-def _summed(grad: Tensor, bias: Tensor) -> Tensor:
+def _bias_grad(grad: Tensor, bias: Tensor) -> Tensor:
     """Sum the gradient of a bias over leading axes."""
     lead = grad.ndim - bias.ndim
     names = [f"a{i}" for i in range(grad.ndim)]

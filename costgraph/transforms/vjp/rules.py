@@ -54,89 +54,93 @@ def _einsum(pull: VJPContext[Einsum]) -> Sequence[Tensor | None]:
     assert g is not None
     if any(isinstance(a, Affine) for dims in pull.kind.pattern.operands for a in dims):
         also_saved(pull, *pull.op.operands)  # a convolution saves both, whichever gradient is needed
-    wanted = [i for i in pull.kind.order or range(len(pull.needs)) if pull.needs[i]]
-    made = {i: _of_operand(pull, g, i) for i in wanted}
-    return [made.get(i) for i in range(len(pull.needs))]
+    indices = [i for i in pull.kind.order or range(len(pull.needs)) if pull.needs[i]]
+    operand_grads = {i: _operand_grad(pull, g, i) for i in indices}
+    return [operand_grads.get(i) for i in range(len(pull.needs))]
 
 
-def _of_operand(pull: VJPContext[Einsum], g: Tensor, i: int) -> Tensor:
+def _operand_grad(pull: VJPContext[Einsum], g: Tensor, i: int) -> Tensor:
     """Contract the gradient with the other operands; axes that none of them has are broadcast, which is free."""
     op, kind, x = pull.op, pull.kind, pull.op.operands[i]
     pattern, extents = kind.pattern, kind.extents
     others = [j for j in range(len(op.operands)) if j != i]
     dims = (pattern.result, *(pattern.operands[j] for j in others))
-    inside = {n for d in dims for a in d for n in a.names}
+    available = {n for d in dims for a in d for n in a.names}
     target = pattern.operands[i]
-    lone = _lone(target, inside, kind.domain)
-    result, sizes = _without(target, lone, x, extents)
-    order = None if lone else order_of_parameter(x)
+    constant = _constant_axes(target, available, kind.domain)
+    result, sizes = _drop_axes(target, constant, x, extents)
+    order = None if constant else order_of_parameter(x)
     if order is not None:
         result, sizes = tuple(result[i] for i in order), tuple(sizes[i] for i in order)
-    used = {n: extents[n] for n in extents if n in inside or n in {m for a in result for m in a.names}}
-    back = Einsum(
+    used_extents = {n: extents[n] for n in extents if n in available or n in {m for a in result for m in a.names}}
+    backward = Einsum(
         pattern=Pattern(dims, result),
-        extents=used,
+        extents=used_extents,
         domain=kind.domain,
         dtype=x.dtype,
-        sizes=None if _plain(result, inside) else sizes,
+        sizes=None if _is_plain_pattern(result, available) else sizes,
         rooms=kind.rooms,
     )
-    made = contract([g, *(_conjugate(pull.saved(op.operands[j])) for j in others)], back)
+    grad = contract([g, *(_conjugate(pull.saved(op.operands[j])) for j in others)], backward)
     if order is not None:
-        return permute(made, [order.index(i) for i in range(x.ndim)])
-    return _with(made, result, target, lone, extents) if lone else made
+        return permute(grad, [order.index(i) for i in range(x.ndim)])
+    return _broadcast_axes(grad, result, target, constant, extents) if constant else grad
 
 
 def _conjugate(t: Tensor) -> Tensor:
     return view_as(t, "conjugate") if t.dtype.kind == "complex" else t
 
 
-def _lone(target: _Dims, inside: set[str], restriction: tuple[object, str, str] | None) -> set[str]:
+def _constant_axes(target: _Dims, available: set[str], restriction: tuple[object, str, str] | None) -> set[str]:
     """Return an operand's axes along which its gradient is constant."""
     names = [n for a in target for n in a.names]
-    kept = inside.union(n for a in target if isinstance(a, Affine) for n in a.names)
-    kept |= set() if restriction is None else set(restriction[1:])
-    return {n for n in names if n not in kept and names.count(n) == 1}
+    varying = available.union(n for a in target if isinstance(a, Affine) for n in a.names)
+    varying |= set() if restriction is None else set(restriction[1:])
+    return {n for n in names if n not in varying and names.count(n) == 1}
 
 
-def _plain(result: _Dims, inside: set[str]) -> bool:
+def _is_plain_pattern(result: _Dims, available: set[str]) -> bool:
     names = [n for a in result for n in a.names]
-    return all(isinstance(a, Axes) for a in result) and len(set(names)) == len(names) and inside.issuperset(names)
+    return all(isinstance(a, Axes) for a in result) and len(set(names)) == len(names) and available.issuperset(names)
 
 
-def _without(target: _Dims, lone: set[str], x: Tensor, extents: Mapping[str, Poly]) -> tuple[_Dims, tuple[Poly, ...]]:
-    """Return the dimensions of an operand without the axes `lone`, and their sizes."""
+def _drop_axes(
+    target: _Dims, constant: set[str], x: Tensor, extents: Mapping[str, Poly]
+) -> tuple[_Dims, tuple[Poly, ...]]:
+    """Return the dimensions of an operand without the axes `constant`, and their sizes."""
     dims: list[Axes | Affine] = []
     sizes: list[Poly] = []
-    for a, size in zip(target, x.sizes, strict=True):
-        if lone.intersection(a.names):
-            left = [n for n in a.names if n not in lone]
-            dims += [Axes((n,)) for n in left]
-            sizes += [extents[n] for n in left]
+    for dim, size in zip(target, x.sizes, strict=True):
+        if constant.intersection(dim.names):
+            names = [n for n in dim.names if n not in constant]
+            dims += [Axes((n,)) for n in names]
+            sizes += [extents[n] for n in names]
         else:
-            dims.append(a)
+            dims.append(dim)
             sizes.append(size)
     return tuple(dims), tuple(sizes)
 
 
-def _with(made: Tensor, result: _Dims, target: _Dims, lone: set[str], extents: Mapping[str, Poly]) -> Tensor:
-    """Broadcast along the axes `lone`, and merge axes that share a dimension."""
-    kept: list[int | None] = []
+def _broadcast_axes(
+    grad: Tensor, result: _Dims, target: _Dims, constant: set[str], extents: Mapping[str, Poly]
+) -> Tensor:
+    """Broadcast along the axes `constant`, and merge axes that share a dimension."""
+    kept_axes: list[int | None] = []
     sizes: list[Poly] = []
     left: list[str] = []
     right: list[str] = []
-    at = 0
-    for a in target:
-        parts = [Axes((n,)) for n in a.names] if lone.intersection(a.names) else [a]
+    axis = 0
+    for dim in target:
+        parts = [Axes((n,)) for n in dim.names] if constant.intersection(dim.names) else [dim]
         for part in parts:
-            new = bool(lone.intersection(part.names))
-            kept.append(None if new else at)
-            sizes.append(prod((extents[n] for n in part.names), start=ONE) if new else made.sizes[at])
-            at += not new
+            new = bool(constant.intersection(part.names))
+            kept_axes.append(None if new else axis)
+            sizes.append(prod((extents[n] for n in part.names), start=ONE) if new else grad.sizes[axis])
+            axis += not new
         names = [f"n{len(left) + k}" for k in range(len(parts))]
         left += names
         right.append(names[0] if len(names) == 1 else f"({' '.join(names)})")
-    out = expanded(made, tuple(sizes), kept)
+    out = expanded(grad, tuple(sizes), kept_axes)
     return out if left == right else rearrange(out, f"{' '.join(left)} -> {' '.join(right)}")
 
 
@@ -158,9 +162,11 @@ def _reduce(pull: VJPContext[Reduce]) -> Sequence[Tensor | None]:
         return [pointwise("div", product, pull.saved(x))]
     names = [f"n{i}" for i in range(x.ndim)]
     ties = pointwise("eq", pull.saved(x), _spread(pull, pull.saved(op.results[0])))
-    gone = _reduced(pull)
-    many = reduce(ties, f"{' '.join(names)} -> {' '.join('1' if i in gone else n for i, n in enumerate(names))}", "sum")
-    share = pointwise("div", expanded(g, many.sizes, _places(pull)), many)  # torch's `scale_grad_by_count`
+    reduced = _reduced(pull)
+    count = reduce(
+        ties, f"{' '.join(names)} -> {' '.join('1' if i in reduced else n for i, n in enumerate(names))}", "sum"
+    )
+    share = pointwise("div", expanded(g, count.sizes, _result_axes(pull)), count)  # torch's `scale_grad_by_count`
     return [pointwise("mul", share, ties, dtype=x.dtype)]
 
 
@@ -173,21 +179,21 @@ def _reduced(pull: VJPContext[Reduce]) -> list[int]:
 def _spread(pull: VJPContext[Reduce], t: Tensor) -> Tensor:
     """Broadcast a tensor from the result shape to the operand shape."""
     (x,) = pull.op.operands
-    return expanded(t, x.sizes, _places(pull), x)
+    return expanded(t, x.sizes, _result_axes(pull), x)
 
 
-def _places(pull: VJPContext[Reduce]) -> list[int | None]:
+def _result_axes(pull: VJPContext[Reduce]) -> list[int | None]:
     """Return the result axis of each operand axis, None for reduced ones."""
     pattern = pull.kind.pattern
-    places = [a.names for a in pattern.result]
-    return [places.index(a.names) if a.names in places else None for a in pattern.operands[0]]
+    result_names = [a.names for a in pattern.result]
+    return [result_names.index(a.names) if a.names in result_names else None for a in pattern.operands[0]]
 
 
 def _count(pull: VJPContext[Reduce]) -> Poly | int:
     """Return the number of elements per mean."""
     (x,) = pull.op.operands
     if x.domain is not None:
-        raise UnsupportedError(f"backward of {pull.op.name!r}: mean of {x!r}, expected one that is whole")
+        raise UnsupportedError(f"backward of {pull.op.name!r}: mean of {x!r}, expected a tensor without a domain")
     count = prod((x.sizes[i] for i in _reduced(pull)), start=ONE)
     return count if count.constant is None else int(count.constant)
 
@@ -205,7 +211,7 @@ def _pool(pull: VJPContext[Pool]) -> Sequence[Tensor | None]:
     if kind.operation == "max":
         if len(op.results) < 2:
             raise UnsupportedError(
-                f"backward of {op.name!r}: the pooling does not keep where its maxima stand, expected attribute "
+                f"backward of {op.name!r}: the pooling does not return the indices of its maxima, expected attribute "
                 f"'indices'"
             )
         operands.append(pull.saved(op.results[1]))
@@ -252,14 +258,14 @@ def _pad(pull: VJPContext[Pad]) -> Sequence[Tensor | None]:
 @vjp(Expand)
 def _expand(pull: VJPContext[Expand]) -> Sequence[Tensor | None]:
     """Sum over the axes that were expanded."""
-    g, (x,), kept = _only(pull), pull.op.operands, pull.kind.kept
+    g, (x,), kept_axes = _only(pull), pull.op.operands, pull.kind.kept
     if g is None:
         return [None]
     names = [f"n{i}" for i in range(g.ndim)]
     left = []
     for axis, size in enumerate(x.sizes):
-        at = kept.index(axis) if axis in kept else None
-        left.append("1" if at is None or (size == ONE and g.sizes[at] != ONE) else names[at])
+        position = kept_axes.index(axis) if axis in kept_axes else None
+        left.append("1" if position is None or (size == ONE and g.sizes[position] != ONE) else names[position])
     return [summed(g, names, left)]
 
 
@@ -269,25 +275,25 @@ def _concat(pull: VJPContext[Concat]) -> Sequence[Tensor | None]:
     (g,), kind, parts = pull.grads, pull.kind, pull.op.operands
     assert g is not None
     sizes = kind.extents(parts)
-    made = [
-        slice_axis(g, kind.axis, total(sizes[:i]), size) if wanted else None
-        for i, (size, wanted) in enumerate(zip(sizes, pull.needs, strict=True))
+    part_grads = [
+        slice_axis(g, kind.axis, total(sizes[:i]), size) if needed else None
+        for i, (size, needed) in enumerate(zip(sizes, pull.needs, strict=True))
     ]
-    return [None if part is None else _part(part, t, kind) for part, t in zip(made, parts, strict=True)]
+    return [None if part is None else _concat_part(part, t, kind) for part, t in zip(part_grads, parts, strict=True)]
 
 
-def _part(g: Tensor, t: Tensor, kind: Concat) -> Tensor:
+def _concat_part(g: Tensor, t: Tensor, kind: Concat) -> Tensor:
     """Reshape an operand's gradient: with an iteration axis, or without the stacking axis."""
     axis = kind.axis
     if t.storage.pieces > 1 or (t.storage.pieces and kind.reverse):
         raise UnsupportedError(
-            f"backward: a concat of {t.name!r}, the last iteration's first or of loops inside each other; expected the "
-            f"first one's, of one loop"
+            f"backward: a concat of {t.name!r} joins the iterations of nested loops, or in reverse order; expected one "
+            f"loop's iterations in order"
         )
     if not t.storage.pieces:
         return reshape(g, t.sizes) if kind.stacked else g
-    own = () if kind.stacked else (t.sizes[1:][axis],)
-    g = reshape(g, (*g.sizes[:axis], t.sizes[0], *own, *g.sizes[axis + 1 :]))
+    slice_size = () if kind.stacked else (t.sizes[1:][axis],)
+    g = reshape(g, (*g.sizes[:axis], t.sizes[0], *slice_size, *g.sizes[axis + 1 :]))
     return permute(g, (axis, *(i for i in range(g.ndim) if i != axis)))
 
 
@@ -299,10 +305,10 @@ def _keep(pull: VJPContext[KeepAlive]) -> Sequence[Tensor | None]:
         if pull.kind.leaf:
             raise UnsupportedError(
                 f"backward: graph {graph.name!r}: {by}, so its gradient goes to no parameter of the graph; expected "
-                f"tensors that are made, converted and marked before the trace; or trace with train=True"
+                f"tensors that are created, converted and marked before the trace; or trace with train=True"
             )
         raise UnsupportedError(
-            f"backward: {pull.op.name!r} of graph {graph.name!r} has the gradient that {by} of the program states, "
+            f"backward: {pull.op.name!r} of graph {graph.name!r} has a gradient that {by} of the program defines, "
             f"expected declared ops; trace with train=True"
         )
     return [_only(pull), *(None for _ in pull.op.operands[1:])]
@@ -335,17 +341,17 @@ def _revised(pull: VJPContext[SliceUpdate]) -> Sequence[Tensor | None]:
     assert g is not None
     if pull.kind.unseen:
         return [g, None]
-    own = g
+    part_grad = g
     for axis, start, step in places:
-        own = slice_axis(own, axis, start, part.sizes[axis], step)
+        part_grad = slice_axis(part_grad, axis, start, part.sizes[axis], step)
     if not pull.needs[0]:
-        return [None, own]
+        return [None, part_grad]
     if all(step == 1 for *_, step in places):
-        return [_zero_slice(g, part, places), own if pull.needs[1] else None]
-    alone = own
+        return [_zero_slice(g, part, places), part_grad if pull.needs[1] else None]
+    padded = part_grad
     for axis, start, step in places:
-        alone = pad(alone, axis, start, x.sizes[axis], step)
-    return [g - alone, own if pull.needs[1] else None]
+        padded = pad(padded, axis, start, x.sizes[axis], step)
+    return [g - padded, part_grad if pull.needs[1] else None]
 
 
 def _zero_slice(g: Tensor, part: Tensor, places: Sequence[tuple[int, Poly, int]]) -> Tensor:
@@ -353,13 +359,13 @@ def _zero_slice(g: Tensor, part: Tensor, places: Sequence[tuple[int, Poly, int]]
     if not places:
         return fill(part.sizes, 0, g.dtype)
     (axis, start, _), *others = places
-    size, whole = part.sizes[axis], g.sizes[axis]
-    behind = start + size
+    size, length = part.sizes[axis], g.sizes[axis]
+    end = start + size
     pieces = [_zero_slice(slice_axis(g, axis, start, size) if others else g, part, others)]
     if start:
         pieces.insert(0, slice_axis(g, axis, 0, start))
-    if whole - behind:
-        pieces.append(slice_axis(g, axis, behind, whole - behind))
+    if length - end:
+        pieces.append(slice_axis(g, axis, end, length - end))
     return concat(pieces, axis)
 
 
@@ -383,14 +389,14 @@ def _view_as(pull: VJPContext[ViewAs]) -> Sequence[Tensor | None]:
     return [view_as(g, _BACK[pull.kind.what])]
 
 
-def _applied(kind: Fourier, x: Tensor) -> Tensor:
+def _transformed(kind: Fourier, x: Tensor) -> Tensor:
     """Transform, with a copy first unless the untransformed axes are contiguous."""
     workspace = joined(x, kind.axes)
     if current_graph().fused or not workspace:
         return apply(kind, [x], "fft")[0]
     with kernel("fft", workspace=workspace, backward="ops") as body:
-        made = apply(kind, [x], "fft")[0]
-    return body.export(made)
+        result = apply(kind, [x], "fft")[0]
+    return body.export(result)
 
 
 @vjp(Fourier)
@@ -400,20 +406,20 @@ def _fourier(pull: VJPContext[Fourier]) -> Sequence[Tensor | None]:
     assert g is not None
     if x.dtype.kind != "complex":
         also_saved(pull, x)  # torch reads its size
-    axis, back = kind.axes[-1], replace(kind, inverse=not kind.inverse, last=None)
+    axis, inverse = kind.axes[-1], replace(kind, inverse=not kind.inverse, last=None)
     if kind.last is None:
-        made = _applied(back, g)
-        return [made if x.dtype.kind == "complex" else real_part(made)]
+        grad = _transformed(inverse, g)
+        return [grad if x.dtype.kind == "complex" else real_part(grad)]
     if x.dtype.kind != "complex":  # the other half of the spectrum does not contribute to the result
         g = g if kind.last == x.sizes[axis] else pad(g, axis, 0, x.sizes[axis])
-        return [real_part(_applied(back, g))]
+        return [real_part(_transformed(inverse, g))]
     half = x.sizes[axis]
-    made = _applied(replace(back, last=half), g)
-    twice = kind.last - half  # bins that also represent their mirror images
-    if not twice:
-        return [made]
-    part = pointwise("mul", slice_axis(made, axis, 1, twice), 2, inplace=True)
-    return apply(SliceUpdate(axes=(axis,), starts=(ONE,), steps=(1,)), [made, part], "revised")
+    grad = _transformed(replace(inverse, last=half), g)
+    mirrored = kind.last - half  # bins that also represent their mirror images
+    if not mirrored:
+        return [grad]
+    part = pointwise("mul", slice_axis(grad, axis, 1, mirrored), 2, inplace=True)
+    return apply(SliceUpdate(axes=(axis,), starts=(ONE,), steps=(1,)), [grad, part], "revised")
 
 
 # -- indexing ----------------------------------------------------------------------------------------------------------
@@ -428,8 +434,8 @@ def _gather(pull: VJPContext[Gather]) -> Sequence[Tensor | None]:
     if pull.kind.batch:  # `take_along`
         also_saved(pull, table)
     kind = Scatter(mode="add", inplace=True, batch=pull.kind.batch, passed=pull.kind.passed)
-    added = apply(kind, [fill(table.sizes, 0, table.dtype), *map(pull.saved, ids), g], "scatter")
-    return [*added, *(None for _ in ids)]
+    table_grad = apply(kind, [fill(table.sizes, 0, table.dtype), *map(pull.saved, ids), g], "scatter")
+    return [*table_grad, *(None for _ in ids)]
 
 
 @vjp(Scatter)
@@ -438,7 +444,7 @@ def _scatter(pull: VJPContext[Scatter]) -> Sequence[Tensor | None]:
     (g,), (_, *ids, updates) = pull.grads, pull.op.operands
     assert g is not None
     if pull.kind.passed is not None:
-        raise UnsupportedError(f"backward of {pull.op.name!r}: it passes row {pull.kind.passed} by, expected all rows")
+        raise UnsupportedError(f"backward of {pull.op.name!r}: it skips row {pull.kind.passed}, expected all rows")
     if pull.kind.mode == "max":
         return _largest(pull, g)
     if [t.ndim for t in ids] == [1] and not pull.kind.inplace:  # `index_add` and `index_copy` save it for its shape
@@ -447,8 +453,8 @@ def _scatter(pull: VJPContext[Scatter]) -> Sequence[Tensor | None]:
     if target is not None and pull.kind.mode == "set":
         zeros = expanded(fill((), 0, updates.dtype), updates.sizes, (None,) * updates.ndim)
         (target,) = apply(replace(pull.kind, inplace=False), [g, *rows, zeros], "scatter")
-    found = apply(Gather(batch=pull.kind.batch), [g, *rows], "gather")[0] if pull.needs[-1] else None
-    return [target, *(None for _ in ids), found]
+    update_grad = apply(Gather(batch=pull.kind.batch), [g, *rows], "gather")[0] if pull.needs[-1] else None
+    return [target, *(None for _ in ids), update_grad]
 
 
 def _largest(pull: VJPContext[Scatter], g: Tensor) -> Sequence[Tensor | None]:
@@ -456,15 +462,19 @@ def _largest(pull: VJPContext[Scatter], g: Tensor) -> Sequence[Tensor | None]:
     batch, (target, ids, updates) = pull.kind.batch, pull.op.operands
     if pull.kind.inplace:
         raise UnsupportedError(
-            f"backward of {pull.op.name!r}: a maximum in place leaves nothing of its target, expected inplace=False"
+            f"backward of {pull.op.name!r}: an in-place maximum overwrites its target, expected inplace=False"
         )
     rows, result = pull.saved(ids), pull.saved(pull.op.results[0])
-    own = pointwise("eq", pull.saved(target), result)
-    theirs = pointwise("eq", pull.saved(updates), gather(result, rows, batch=batch))
-    count = scatter(cast(own, g.dtype), rows, cast(theirs, g.dtype), "add", batch=batch)
-    each = pointwise("div", g, count)
-    made = pointwise("mul", each, own) if pull.needs[0] else None
-    return [made, None, pointwise("mul", gather(each, rows, batch=batch), theirs) if pull.needs[2] else None]
+    target_hits = pointwise("eq", pull.saved(target), result)
+    update_hits = pointwise("eq", pull.saved(updates), gather(result, rows, batch=batch))
+    count = scatter(cast(target_hits, g.dtype), rows, cast(update_hits, g.dtype), "add", batch=batch)
+    share = pointwise("div", g, count)
+    target_grad = pointwise("mul", share, target_hits) if pull.needs[0] else None
+    return [
+        target_grad,
+        None,
+        pointwise("mul", gather(share, rows, batch=batch), update_hits) if pull.needs[2] else None,
+    ]
 
 
 # -- top-k and grouped matmuls -----------------------------------------------------------------------------------------
@@ -486,16 +496,16 @@ def _grouped(pull: VJPContext[GroupedMatmul]) -> Sequence[Tensor | None]:
     (g,), op = pull.grads, pull.op
     assert g is not None
     rows, weights, ends = op.operands
-    made: list[Tensor | None] = [None, None, None]
+    operand_grads: list[Tensor | None] = [None, None, None]
     if pull.needs[0]:
-        back = rearrange(pull.saved(weights), "e d f -> e f d")
-        made[0] = cast(apply(pull.kind, [g, back, pull.saved(ends)], "grouped")[0], rows.dtype)
+        transposed = rearrange(pull.saved(weights), "e d f -> e f d")
+        operand_grads[0] = cast(apply(pull.kind, [g, transposed, pull.saved(ends)], "grouped")[0], rows.dtype)
     if pull.needs[1]:
-        turned = order_of_parameter(weights) == (0, 2, 1)
-        first, second = (g, pull.saved(rows)) if turned else (pull.saved(rows), g)
+        is_transposed = order_of_parameter(weights) == (0, 2, 1)
+        first, second = (g, pull.saved(rows)) if is_transposed else (pull.saved(rows), g)
         outer = cast(grouped_outer(first, second, pull.saved(ends)), weights.dtype)
-        made[1] = permute(outer, (0, 2, 1)) if turned else outer
-    return made
+        operand_grads[1] = permute(outer, (0, 2, 1)) if is_transposed else outer
+    return operand_grads
 
 
 @vjp(GroupedOuter)
@@ -503,14 +513,14 @@ def _grouped_outer(pull: VJPContext[GroupedOuter]) -> Sequence[Tensor | None]:
     """Multiply each row by its expert's gradient; assume that rows go to all experts, whatever the routing."""
     (g,), (a, b, ends) = pull.grads, pull.op.operands
     assert g is not None
-    every = GroupedMatmul(routing="capacity", chosen=ends.sizes[0])
-    made: list[Tensor | None] = [None, None, None]
+    kind = GroupedMatmul(routing="capacity", chosen=ends.sizes[0])
+    operand_grads: list[Tensor | None] = [None, None, None]
     if pull.needs[0]:
-        back = rearrange(g, "e d f -> e f d")
-        made[0] = cast(apply(every, [pull.saved(b), back, pull.saved(ends)], "grouped")[0], a.dtype)
+        transposed = rearrange(g, "e d f -> e f d")
+        operand_grads[0] = cast(apply(kind, [pull.saved(b), transposed, pull.saved(ends)], "grouped")[0], a.dtype)
     if pull.needs[1]:
-        made[1] = cast(apply(every, [pull.saved(a), g, pull.saved(ends)], "grouped")[0], b.dtype)
-    return made
+        operand_grads[1] = cast(apply(kind, [pull.saved(a), g, pull.saved(ends)], "grouped")[0], b.dtype)
+    return operand_grads
 
 
 # -- transfers, collectives and opaque ops -----------------------------------------------------------------------------
@@ -543,34 +553,36 @@ def _collective(pull: VJPContext[Collective]) -> Sequence[Tensor | None]:
 @vjp(Opaque)
 def _opaque(pull: VJPContext[Opaque]) -> Sequence[Tensor | None]:
     """Add an op with the backward costs that the caller stated."""
-    op, stated = pull.op, pull.kind.backward
-    if stated is None:
-        raise UnsupportedError(f"backward of {op.name!r}: nothing is stated of it, expected backward= of opaque")
-    kept = [op.operands[i] for i in stated.inputs] + [op.results[i] for i in stated.outputs]
+    op, costs = pull.op, pull.kind.backward
+    if costs is None:
+        raise UnsupportedError(f"backward of {op.name!r}: it has no backward costs, expected backward= of opaque")
+    saved = [op.operands[i] for i in costs.inputs] + [op.results[i] for i in costs.outputs]
     grads = [i for i, g in enumerate(pull.grads) if g is not None]
-    operands = [g for g in pull.grads if g is not None] + [pull.saved(t) for t in kept]
-    wanted = [i for i, needed in enumerate(pull.needs) if needed]
+    operands = [g for g in pull.grads if g is not None] + [pull.saved(t) for t in saved]
+    needed_operands = [i for i, needed in enumerate(pull.needs) if needed]
     count = len(pull.grads)
     kind = Opaque(
-        matmul=stated.matmul,
-        pointwise=stated.pointwise,
-        transcendental=stated.transcendental,
-        workspace=stated.workspace,
-        outputs=tuple((op.operands[i].sizes, op.operands[i].dtype) for i in wanted),
-        bytes_read=_chosen(stated.reads, [*grads, *range(count, count + len(kept))], len(operands)),
-        bytes_written=_chosen(stated.writes, wanted, len(wanted)),
+        matmul=costs.matmul,
+        pointwise=costs.pointwise,
+        transcendental=costs.transcendental,
+        workspace=costs.workspace,
+        outputs=tuple((op.operands[i].sizes, op.operands[i].dtype) for i in needed_operands),
+        bytes_read=_select_bytes(costs.reads, [*grads, *range(count, count + len(saved))], len(operands)),
+        bytes_written=_select_bytes(costs.writes, needed_operands, len(needed_operands)),
     )
-    made = dict(zip(wanted, apply(kind, operands, f"{op.name.rpartition('/')[2]}_backward"), strict=True))
-    return [made.get(i) for i in range(len(op.operands))]
+    operand_grads = dict(
+        zip(needed_operands, apply(kind, operands, f"{op.name.rpartition('/')[2]}_backward"), strict=True)
+    )
+    return [operand_grads.get(i) for i in range(len(op.operands))]
 
 
-def _chosen(amounts: Sequence[Poly] | None, places: Sequence[int], count: int) -> tuple[Poly, ...] | None:
+def _select_bytes(amounts: Sequence[Poly] | None, indices: Sequence[int], count: int) -> tuple[Poly, ...] | None:
     """Return the bytes of some tensors; a single amount for all is assigned to the first."""
     if amounts is None or not count:
         return None
     if len(amounts) == 1:
         return (amounts[0], *(total(()),) * (count - 1))
-    return tuple(amounts[i] for i in places)
+    return tuple(amounts[i] for i in indices)
 
 
 # -- elementwise -------------------------------------------------------------------------------------------------------
@@ -597,30 +609,30 @@ def _pointwise(pull: VJPContext[Pointwise]) -> Sequence[Tensor | None]:
         raise UnsupportedError(f"backward of {op.name!r}: sign of complex numbers, expected real ones")
     if function.grad is None or len(function.grad) != function.arity:
         raise UnsupportedError(
-            f"backward of {op.name!r}: gradient of function {function.name!r} is not stated, expected "
+            f"backward of {op.name!r}: function {function.name!r} declares no gradient, expected "
             f"{function.arity} expressions in its record"
         )
-    places = [i for i, s in enumerate(pull.kind.scalars or (None,) * len(op.operands)) if s is None]
-    if any("y" in names_in(function.grad[place]) for place in places):
+    arguments = [i for i, s in enumerate(pull.kind.scalars or (None,) * len(op.operands)) if s is None]
+    if any("y" in names_in(function.grad[argument]) for argument in arguments):
         also_saved(pull, op.results[0])  # whichever gradient is needed
-    given = _Given(pull, restricted(g, op.results[0]), places)
-    found: dict[int, Any] = {}
-    needs = dict(zip(places, pull.needs, strict=True))
-    for place, tensor in zip(places, op.operands, strict=True):
-        readers = [p for p in places if "abcd"[place] in names_in(function.grad[p])]
+    evaluator = _GradientEvaluator(pull, restricted(g, op.results[0]), arguments)
+    grads: dict[int, Any] = {}
+    needs = dict(zip(arguments, pull.needs, strict=True))
+    for argument, tensor in zip(arguments, op.operands, strict=True):
+        readers = [p for p in arguments if "abcd"[argument] in names_in(function.grad[p])]
         # torch also saves an operand that a scalar makes unnecessary, and one that several gradients read
         if any(map(needs.get, readers)) or len(readers) > 1:
             also_saved(pull, tensor)
-    wanted = [place for place in function.order or reversed(places) if needs.get(place)]
-    joint = [place for place in places if needs.get(place) and any(_shared_in(function.grad[place]))]
+    ordered = [argument for argument in function.order or reversed(arguments) if needs.get(argument)]
+    joint = [argument for argument in arguments if needs.get(argument) and any(_shared_in(function.grad[argument]))]
     if joint:
-        found |= zip(joint, given.gradients([function.grad[place] for place in joint]), strict=True)
-    for place in wanted:
-        expression = function.grad[place]
-        if expression is not None and place not in joint:
-            found[place] = given.gradient(expression)
-    made = map(found.get, places)  # reduced once all of them exist
-    return [sum_to(g, t) if isinstance(g, Tensor) else None for g, t in zip(made, op.operands, strict=True)]
+        grads |= zip(joint, evaluator.gradients([function.grad[argument] for argument in joint]), strict=True)
+    for argument in ordered:
+        expression = function.grad[argument]
+        if expression is not None and argument not in joint:
+            grads[argument] = evaluator.gradient(expression)
+    argument_grads = map(grads.get, arguments)  # reduced once all of them exist
+    return [sum_to(g, t) if isinstance(g, Tensor) else None for g, t in zip(argument_grads, op.operands, strict=True)]
 
 
 def _cast_first(function: str, values: Sequence[Any]) -> Tensor | None:
@@ -629,11 +641,11 @@ def _cast_first(function: str, values: Sequence[Any]) -> Tensor | None:
     kinds = {t.dtype.kind for t in tensors}
     if function not in ("mul", "div") or kinds != {"float", "complex"} or current_graph().fused:
         return None
-    wide = next(t.dtype for t in tensors if t.dtype.kind == "complex")
-    workspace = total(t.numel * wide.bytes for t in tensors if t.dtype != wide)
+    dtype = next(t.dtype for t in tensors if t.dtype.kind == "complex")
+    workspace = total(t.numel * dtype.bytes for t in tensors if t.dtype != dtype)
     with kernel(function, workspace=workspace, backward="ops") as body:
-        made = pointwise(function, *values)
-    return body.export(made)
+        result = pointwise(function, *values)
+    return body.export(result)
 
 
 def _resolved_conj(x: Tensor) -> Tensor:
@@ -649,17 +661,17 @@ def _shared_in(expression: Any) -> Iterator[Any]:
             yield expression
 
 
-class _Given:
+class _GradientEvaluator:
     """Evaluates a function's gradient expressions, saving tensors only when read."""
 
-    def __init__(self, pull: VJPContext[Pointwise], g: Tensor, places: Sequence[int]) -> None:
+    def __init__(self, pull: VJPContext[Pointwise], g: Tensor, arguments: Sequence[int]) -> None:
         self.pull = pull
         self.g = g
-        self.places = places
+        self.arguments = arguments
         self.conjugates: dict[Tensor, Tensor] = {}
         self.plain = False
         """Whether complex numbers are used as they are, not conjugated."""
-        self.made: list[Tensor] = []
+        self.temporaries: list[Tensor] = []
         """Temporaries of the current expression."""
         self.parts: dict[Any, Any] = {}
         """Values of subexpressions held in a C++ variable."""
@@ -670,24 +682,24 @@ class _Given:
 
     def gradients(self, expressions: Sequence[Any], parts: dict[Any, Any] | None = None) -> list[Any]:
         """Evaluate the expressions of one C++ function; its temporaries live to its end."""
-        self.made, self.parts = [], parts or {}
+        self.temporaries, self.parts = [], parts or {}
         if parts is None:
             for shared in (part for expression in expressions for part in _shared_in(expression)):
                 self.value(shared)
-        found = list(map(self.value, expressions))
-        last = found[-1]
+        values = list(map(self.value, expressions))
+        last = values[-1]
         if not isinstance(last, Tensor) or last.producer is None or last.graph.fused:
-            return found
-        read = {t.storage for t in (*found, *last.producer.operands) if isinstance(t, Tensor)}
-        newest = {t.storage: t for t in self.made}
+            return values
+        read = {t.storage for t in (*values, *last.producer.operands) if isinstance(t, Tensor)}
+        newest = {t.storage: t for t in self.temporaries}
         early = [t for storage, t in newest.items() if storage not in read]
-        return [*found[:-1], keep(last, *early) if early else last]
+        return [*values[:-1], keep(last, *early) if early else last]
 
     def value(self, expression: Any) -> Any:
         """Evaluate an expression op by op, to a tensor or number."""
         if isinstance(expression, tuple):
             if expression not in self.parts:
-                self.parts[expression] = self.applied(*expression)
+                self.parts[expression] = self.apply_function(*expression)
             return self.parts[expression]
         if not isinstance(expression, str):
             return expression
@@ -696,11 +708,11 @@ class _Given:
         op = self.pull.op
         if expression == "y":
             return self.factor(op.results[0])
-        place = "abcd".index(expression)
-        if place not in self.places:
-            number = self.pull.kind.scalars[place]
+        index = "abcd".index(expression)
+        if index not in self.arguments:
+            number = self.pull.kind.scalars[index]
             return number.conjugate() if isinstance(number, complex) and not self.plain else number
-        return self.factor(op.operands[self.places.index(place)])
+        return self.factor(op.operands[self.arguments.index(index)])
 
     def factor(self, t: Tensor) -> Tensor:
         """Return a factor of the gradient, conjugated if complex, as torch does first.
@@ -708,71 +720,73 @@ class _Given:
         The gradient of a real loss is taken by the conjugate (Wirtinger), so that the gradient of f(z) is multiplied
         by the conjugate of f'(z). The modulus has no derivative; its gradient uses the sign of the number itself.
         """
-        found = self.pull.saved(t)
+        saved = self.pull.saved(t)
         if t.dtype.kind != "complex" or self.pull.kind.function.name == "abs" or self.plain:
-            return found
+            return saved
         if t not in self.conjugates:
-            self.conjugates[t] = _resolved_conj(found)
+            self.conjugates[t] = _resolved_conj(saved)
         return self.conjugates[t]
 
     def conjugated(self, expression: Any) -> Any:
         """Evaluate an expression of complex numbers, and conjugate its value."""
-        outer, self.plain = self.plain, True
-        found = self.value(expression)
-        self.plain = outer
-        if not isinstance(found, Tensor) or found.dtype.kind != "complex":
-            return found
-        self.made.append(_resolved_conj(found))
-        return self.made[-1]
+        was_plain, self.plain = self.plain, True
+        value = self.value(expression)
+        self.plain = was_plain
+        if not isinstance(value, Tensor) or value.dtype.kind != "complex":
+            return value
+        self.temporaries.append(_resolved_conj(value))
+        return self.temporaries[-1]
 
-    def applied(self, name: str, *arguments: Any) -> Any:
+    def apply_function(self, name: str, *arguments: Any) -> Any:
         """Apply a function; expressions of numbers alone add no op."""
-        plain = name.removesuffix("_")
-        if plain == "causal_mask_backward":
-            return apply(Pointwise(function=FUNCTIONS[plain], masked=self.pull.kind.masked), [self.g], plain)[0]
-        if plain == "one":
+        function = name.removesuffix("_")
+        if function == "causal_mask_backward":
+            return apply(Pointwise(function=FUNCTIONS[function], masked=self.pull.kind.masked), [self.g], function)[0]
+        if function == "one":
             return self.in_one_kernel(arguments[0])
-        if plain == "conj":
+        if function == "conj":
             return self.conjugated(arguments[0])
-        if plain in ("call", "shared"):
-            return self.called(arguments[0])
-        if plain == "again":
+        if function in ("call", "shared"):
+            return self.scoped_value(arguments[0])
+        if function == "again":
             op = self.pull.op
             kind = replace(self.pull.kind, inplace=False)
-            self.made += apply(kind, [self.factor(t) for t in op.operands], plain)
-            self.made[-1].producer.call = op.call  # type: ignore[union-attr]  # just added, so it has a producer
-            return self.made[-1]
+            self.temporaries += apply(kind, [self.factor(t) for t in op.operands], function)
+            self.temporaries[-1].producer.call = op.call  # type: ignore[union-attr]  # just added, so it has a producer
+            return self.temporaries[-1]
         first = self.value(arguments[0])
-        if not isinstance(first, Tensor) and plain in ("where", "logical_and"):
-            left = arguments[1 if first else -1] if plain == "where" else arguments[1] if first else False
-            return self.value(left)
+        if not isinstance(first, Tensor) and function in ("where", "logical_and"):
+            selected = arguments[1 if first else -1] if function == "where" else arguments[1] if first else False
+            return self.value(selected)
         values = [first, *map(self.value, arguments[1:])]
-        if plain == "where" and not any(isinstance(v, Tensor) for v in values[1:]):
-            raise UnsupportedError(f"gradient of {self.pull.op.name!r}: two numbers to choose from, expected a tensor")
-        if plain == "logical_and" and values[1] is True:
+        if function == "where" and not any(isinstance(v, Tensor) for v in values[1:]):
+            raise UnsupportedError(
+                f"gradient of {self.pull.op.name!r}: where selects between two numbers, expected a tensor"
+            )
+        if function == "logical_and" and values[1] is True:
             return first
         if not any(isinstance(v, Tensor) for v in values):
-            return _NUMBERS[plain](*values)
-        self.made.append(_cast_first(plain, values) or pointwise(plain, *values, inplace=name != plain))
-        return self.made[-1]
+            return _NUMBERS[function](*values)
+        self.temporaries.append(_cast_first(function, values) or pointwise(function, *values, inplace=name != function))
+        return self.temporaries[-1]
 
-    def called(self, expression: Any) -> Any:
+    def scoped_value(self, expression: Any) -> Any:
         """Evaluate an expression whose temporaries are freed at its end, as in a C++ function."""
-        outer, before = self.made, {*self.parts}
-        found = self.gradient(expression, {**self.parts})
-        self.made = [*outer, found] if isinstance(found, Tensor) else outer
-        self.parts = {k: v for k, v in self.parts.items() if k in before}
-        return found
+        temporaries, previous = self.temporaries, {*self.parts}
+        value = self.gradient(expression, {**self.parts})
+        self.temporaries = [*temporaries, value] if isinstance(value, Tensor) else temporaries
+        self.parts = {k: v for k, v in self.parts.items() if k in previous}
+        return value
 
     def in_one_kernel(self, expression: Any) -> Any:
         """Evaluate an expression in one kernel, whose temporaries need no memory."""
         if current_graph().fused:
             return self.value(expression)
         with kernel(f"{self.pull.op.name.rpartition('/')[2]}_slope".replace(".", "_")) as body:
-            made, self.parts = self.value(expression), {}
-        self.made = [t for t in self.made if t.graph is not body]
-        self.made.append(body.export(made))
-        return self.made[-1]
+            result, self.parts = self.value(expression), {}
+        self.temporaries = [t for t in self.temporaries if t.graph is not body]
+        self.temporaries.append(body.export(result))
+        return self.temporaries[-1]
 
 
 @vjp(Dropout)

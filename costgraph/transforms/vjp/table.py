@@ -32,7 +32,7 @@ __all__ = [
     "restricted",
     "sum_to",
     "summed",
-    "whole",
+    "zero_filled",
 ]
 
 
@@ -123,8 +123,11 @@ def restricted(g: Tensor, like: Tensor) -> Tensor:
     if like.domain in (None, g.domain):
         return g
     if g.domain is not None:  # over another axis of size 1 than the one that was dropped or merged
-        moved, rest = dict(zip(like.domain[1:], g.domain[1:], strict=True)), iter({*range(g.ndim)} - {*g.domain[1:]})
-        return permute(g, [moved[i] if i in moved else next(rest) for i in range(g.ndim)])
+        axis_of, remaining = (
+            dict(zip(like.domain[1:], g.domain[1:], strict=True)),
+            iter({*range(g.ndim)} - {*g.domain[1:]}),
+        )
+        return permute(g, [axis_of[i] if i in axis_of else next(remaining) for i in range(g.ndim)])
     return apply(Expand(sizes=g.sizes, kept=tuple(range(g.ndim)), domain=like.domain), [g], "restrict")[0]
 
 
@@ -135,47 +138,47 @@ def order_of_parameter(x: Tensor) -> tuple[int, ...] | None:
     """
     outer = x
     while outer.graph.fused and outer.graph.owner is not None and outer.storage.role == "formal":
-        places = [i for i, f in enumerate(outer.graph.formals) if f.storage is outer.storage]
-        outer = outer.graph.owner.operands[places[0]]
+        indices = [i for i, f in enumerate(outer.graph.formals) if f.storage is outer.storage]
+        outer = outer.graph.owner.operands[indices[0]]
     if outer.storage.role != "param" or x.is_contiguous:
         return None
     order, step = list[int](), ONE
     while len(order) < x.ndim:
-        found = [i for i, n in enumerate(x.strides) if n == step and i not in order]
-        if not found:
+        axes = [i for i, n in enumerate(x.strides) if n == step and i not in order]
+        if not axes:
             return None
-        order.insert(0, found[0])
-        step = step * x.sizes[found[0]]
+        order.insert(0, axes[0])
+        step = step * x.sizes[axes[0]]
     return tuple(order)
 
 
-def expanded(t: Tensor, sizes: Sizes, kept: Sequence[int | None], like: Tensor | None = None) -> Tensor:
-    """Return a view repeated along axes for which `kept` has None, restricted like another tensor."""
+def expanded(t: Tensor, sizes: Sizes, kept_axes: Sequence[int | None], like: Tensor | None = None) -> Tensor:
+    """Return a view repeated along axes for which `kept_axes` has None, restricted like another tensor."""
     domain = like.domain if like is not None and t.domain is None else None
-    return apply(Expand(sizes=sizes, kept=tuple(kept), domain=domain), [t], "expand")[0]
+    return apply(Expand(sizes=sizes, kept=tuple(kept_axes), domain=domain), [t], "expand")[0]
 
 
-def summed(g: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
-    """Sum a gradient over the axes that are not kept; '1' keeps an axis with size 1."""
-    pattern = f"{' '.join(names)} -> {' '.join(kept)}"
-    if set(names) - set(kept):
+def summed(g: Tensor, names: Sequence[str], kept_names: Sequence[str]) -> Tensor:
+    """Sum a gradient over the axes not in `kept_names`; '1' keeps an axis with size 1."""
+    pattern = f"{' '.join(names)} -> {' '.join(kept_names)}"
+    if set(names) - set(kept_names):
         return reduce(g, pattern, "sum")
-    if tuple(names) == tuple(kept):
+    if tuple(names) == tuple(kept_names):
         return g
     return rearrange(g, pattern)
 
 
-def whole(g: Tensor) -> Tensor:
+def zero_filled(g: Tensor) -> Tensor:
     """Return a restricted gradient with zeros outside its domain."""
     if g.domain is None:
         return g
     domain, query, key = g.domain
     names = [f"n{i}" for i in range(g.ndim)]
     order = [n for i, n in enumerate(names) if i not in (query, key)] + [names[query], names[key]]
-    moved = g if order == names else rearrange(g, f"{' '.join(names)} -> {' '.join(order)}")
+    reordered = g if order == names else rearrange(g, f"{' '.join(names)} -> {' '.join(order)}")
     zeros = Pointwise(function=FUNCTIONS["causal_mask_backward"], masked=domain)
-    (made,) = apply(zeros, [moved], "zeros_elsewhere")
-    return made if order == names else rearrange(made, f"{' '.join(order)} -> {' '.join(names)}")
+    (masked,) = apply(zeros, [reordered], "zeros_elsewhere")
+    return masked if order == names else rearrange(masked, f"{' '.join(order)} -> {' '.join(names)}")
 
 
 def sum_to(g: Tensor, x: Tensor) -> Tensor:
@@ -188,6 +191,6 @@ def sum_to(g: Tensor, x: Tensor) -> Tensor:
     names = [f"n{i}" for i in range(g.ndim)]
     last = names[g.ndim - x.ndim :]
     first = g.sizes[g.ndim - x.ndim :]
-    kept = ["1" if n == ONE and m != ONE else name for name, n, m in zip(last, x.sizes, first, strict=True)]
-    made = summed(g, names, kept)
-    return cast(made if x.domain is not None else whole(made), x.dtype)
+    result_names = ["1" if n == ONE and m != ONE else name for name, n, m in zip(last, x.sizes, first, strict=True)]
+    reduced = summed(g, names, result_names)
+    return cast(reduced if x.domain is not None else zero_filled(reduced), x.dtype)

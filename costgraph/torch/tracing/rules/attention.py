@@ -19,9 +19,9 @@ from ....ops.functions import Function
 from ..call import Call, Counts, Spec
 from .table import (
     REDUCE,
-    each,
+    combined,
+    per_element,
     rule,
-    together,
     unsupported,
 )
 
@@ -40,7 +40,7 @@ class _Sizes:
     """width of a query or key"""
     value: Poly
     """width of a value"""
-    seen: Poly
+    attended: Poly
     """computed pairs"""
 
 
@@ -54,18 +54,18 @@ def _sizes(call: Call, positions: int, causal: str) -> _Sizes:
     v: Spec = call["value"]
     for name, t in (("query", q), ("key", k), ("value", v)):
         if len(t.sizes) != 4:
-            raise unsupported(call, f"{name} of {len(t.sizes)} axes", "four: batch, heads, positions and size")
+            raise unsupported(call, f"{name} has {len(t.sizes)} axes", "four: batch, heads, positions and head size")
     queries, keys = q.sizes[positions], k.sizes[positions]
     if causal == "last" or (causal and queries == keys):
-        seen = Domain(causal=True).points(queries, keys)
+        attended = Domain(causal=True).points(queries, keys)
     elif causal:
-        seen = _from_the_first(queries, keys)
+        attended = _pairs_aligned_at_first(queries, keys)
     else:
-        seen = queries * keys
-    return _Sizes(q.sizes[0] * q.sizes[3 - positions], queries, keys, q.sizes[-1], v.sizes[-1], seen)
+        attended = queries * keys
+    return _Sizes(q.sizes[0] * q.sizes[3 - positions], queries, keys, q.sizes[-1], v.sizes[-1], attended)
 
 
-def _from_the_first(queries: Poly, keys: Poly) -> Poly:
+def _pairs_aligned_at_first(queries: Poly, keys: Poly) -> Poly:
     """Return the pairs if query i attends to keys 0 to i: a triangle, and all keys for later queries."""
     side = smaller(queries, keys)
     return side * (side + 1) / 2 + (queries - side) * keys
@@ -74,10 +74,10 @@ def _from_the_first(queries: Poly, keys: Poly) -> Poly:
 def _matmuls(s: _Sizes, scores: int, values: int) -> Counts:
     """Return the cost of matmuls over the key width and over the value width."""
     each_pair = 2 * s.heads * (scores * s.size + values * s.value)
-    return Counts(matmul=each_pair * s.seen, full=each_pair * s.queries * s.keys)
+    return Counts(matmul=each_pair * s.attended, full=each_pair * s.queries * s.keys)
 
 
-def _extra(call: Call) -> Sequence[str]:
+def _mask_and_dropout(call: Call) -> Sequence[str]:
     """Return further steps per score: an added bias, and dropout by a mask and a scale."""
     biased = any(isinstance(call.get(name), Spec) for name in ("attn_mask", "attn_bias", "bias"))
     dropped = bool(call.get("dropout_p"))
@@ -94,21 +94,21 @@ _ROW: tuple[str | Function, ...] = ("mul", REDUCE)
 
 
 def _forward(call: Call, s: _Sizes) -> Counts:
-    pairs = each(s.heads * s.seen, *_SCORES, *_extra(call))
-    return together(_matmuls(s, 1, 1), pairs, each(s.heads * s.queries, *_STATISTIC))
+    pairs = per_element(s.heads * s.attended, *_SCORES, *_mask_and_dropout(call))
+    return combined(_matmuls(s, 1, 1), pairs, per_element(s.heads * s.queries, *_STATISTIC))
 
 
 def _backward(call: Call, s: _Sizes) -> Counts:
-    pairs = each(s.heads * s.seen, *_GRADIENTS, *_extra(call))
-    rows = each(s.heads * s.queries * s.value, *_ROW)
-    return together(_matmuls(s, 3, 2), pairs, rows)
+    pairs = per_element(s.heads * s.attended, *_GRADIENTS, *_mask_and_dropout(call))
+    rows = per_element(s.heads * s.queries * s.value, *_ROW)
+    return combined(_matmuls(s, 3, 2), pairs, rows)
 
 
 @rule("_transform_bias_rescale_qkv")
 def heads(call: Call) -> Counts:
     """Count the QKV bias and the query scale."""
     qkv: Spec = call["qkv"]
-    return together(each(qkv.numel, "add"), each(qkv.numel / 3, "mul"))
+    return combined(per_element(qkv.numel, "add"), per_element(qkv.numel / 3, "mul"))
 
 
 # -- BHSD layout -------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def flash_backward(call: Call) -> Counts:
     workspace = 4 * s.heads * rows * (1 + _padded(s.size, _WIDTH))
     if q.sizes[1] != k.sizes[1]:
         workspace += (q.sizes[1] / k.sizes[1]) * total(t.numel * t.dtype.bytes for t in (k, v))
-    return together(_backward(call, s), Counts(workspace=workspace))
+    return combined(_backward(call, s), Counts(workspace=workspace))
 
 
 #: Tile sizes to which rows and head widths are padded.
@@ -162,16 +162,16 @@ def attention_backward(call: Call) -> Counts:
 # -- BSHD layout, called by the above on a GPU -------------------------------------------------------------------
 
 
-def _positions_first(call: Call) -> _Sizes:
+def _bshd_sizes(call: Call) -> _Sizes:
     lengths = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k", "seqlen_k", "seqused_k", "block_table")
-    given = next((n for n in lengths if isinstance(call.get(n), Spec) and call[n].numel), None)
-    if given is not None and len(call["query"].sizes) != 4:
-        raise unsupported(call, f"sequences of lengths that are data ({given})", "a batch of equal lengths")
+    packed = next((n for n in lengths if isinstance(call.get(n), Spec) and call[n].numel), None)
+    if packed is not None and len(call["query"].sizes) != 4:
+        raise unsupported(call, f"the sequence lengths are data ({packed})", "a batch of equal lengths")
     window = next(
         (n for n in ("window_size_left", "window_size_right", "window_size") if _is_window(call.get(n))), None
     )
     if window is not None:
-        raise unsupported(call, f"{window} {call[window]}", "no window")
+        raise unsupported(call, f"{window} is {call[window]}", "no window")
     if "custom_mask_type" in call.arguments:  # 0 none, 1 causal from the first position, 2 aligned at the last
         return _sizes(call, 1, ("", "first", "last")[int(call["custom_mask_type"])])
     return _sizes(call, 1, "last" if call.get("is_causal") else "")
@@ -184,13 +184,13 @@ def _is_window(value: object) -> bool:
 @rule("_flash_attention_forward", "_efficient_attention_forward")
 def inner_attention(call: Call) -> Counts:
     """Count as the forward pass above."""
-    return _forward(call, _positions_first(call))
+    return _forward(call, _bshd_sizes(call))
 
 
 @rule("_flash_attention_backward", "_efficient_attention_backward")
 def inner_attention_backward(call: Call) -> Counts:
     """Count as the backward pass above."""
-    return _backward(call, _positions_first(call))
+    return _backward(call, _bshd_sizes(call))
 
 
 @rule("torch_attn._varlen_attn")
@@ -199,21 +199,21 @@ def packed_attention(call: Call) -> Counts:
 
     Lengths are data: the count is exact if all are equal, and an upper bound otherwise.
     """
-    return _forward(call, _packed(call))
+    return _forward(call, _packed_sizes(call))
 
 
 @rule("torch_attn._varlen_attn_backward")
 def packed_attention_backward(call: Call) -> Counts:
     """Count the backward pass of packed sequences."""
-    return _backward(call, _packed(call))
+    return _backward(call, _packed_sizes(call))
 
 
-def _packed(call: Call) -> _Sizes:
+def _packed_sizes(call: Call) -> _Sizes:
     q, v = call["query"], call["value"]
     window = [n for n in call.get("window_size") or () if n != ONE * -1]
     if window not in ([], [0]) or any(isinstance(call.get(name), Spec) for name in ("seqused_k", "block_table")):
-        raise unsupported(call, "a window, or keys of a paged cache", "sequences that see all keys, or a causal mask")
-    rows, longest = poly(call["max_q"]), poly(call["max_k"])
+        raise unsupported(call, "the call has a window or a paged KV cache", "full or causal attention")
+    max_queries, max_keys = poly(call["max_q"]), poly(call["max_k"])
     causal = bool(call.get("is_causal")) or window == [0]
-    pairs = Domain(causal=True).points(rows, longest) if causal else rows * longest
-    return _Sizes(q.sizes[1] * q.sizes[0] / rows, rows, longest, q.sizes[-1], v.sizes[-1], pairs)
+    pairs = Domain(causal=True).points(max_queries, max_keys) if causal else max_queries * max_keys
+    return _Sizes(q.sizes[1] * q.sizes[0] / max_queries, max_queries, max_keys, q.sizes[-1], v.sizes[-1], pairs)

@@ -24,7 +24,7 @@ __all__: list[str] = []  # its rules are found in RULES
     "rot90", "select_backward", "select_scatter", "slice_backward", "slice_scatter", "split_copy",
     "split_with_sizes_copy", "stack", "unbind_copy", "unfold_copy",
 )  # fmt: skip
-def moved(call: Call) -> Counts:
+def moves(call: Call) -> Counts:
     """Count no FLOPs: operands are read and results written, or a value is passed to the host."""
     return Counts()
 
@@ -36,7 +36,7 @@ def moved(call: Call) -> Counts:
     "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "random",
     "scalar_tensor", "tril_indices", "triu_indices", "uniform", "zero", "zeros", "zeros_like", "_efficientzerotensor",
 )  # fmt: skip
-def made(call: Call) -> Counts:
+def constructors(call: Call) -> Counts:
     """Count no FLOPs: results are generated; an operand that is overwritten, or only gives a shape, is not read."""
     return Counts(reads=operand_bytes(call, self=ZERO))
 
@@ -46,14 +46,14 @@ def made(call: Call) -> Counts:
     "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "expand", "permute", "set", "squeeze", "t",
     "transpose", "unsafe_split", "unsafe_split_with_sizes", "unsqueeze", "view",
 )  # fmt: skip
-def nothing(call: Call) -> Counts:
+def views_and_allocations(call: Call) -> Counts:
     """Count nothing: memory is allocated but not accessed, or a view is returned."""
     return Counts(reads=(ZERO,) * len(call.operands), writes=(ZERO,) * len(call.results))
 
 
 @rule("bernoulli", "multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "normal.Tensor_float",
       "normal.float_Tensor", "normal.Tensor_Tensor")  # fmt: skip
-def drawn(call: Call) -> Counts:
+def random_draws(call: Call) -> Counts:
     """Count no FLOPs, as for all random numbers; parameters are read, an overwritten operand is not."""
     return Counts(reads=operand_bytes(call, self=ZERO) if call.inplace else None)
 
@@ -61,15 +61,15 @@ def drawn(call: Call) -> Counts:
 @rule("unfold_backward")
 def unfold_backward(call: Call) -> Counts:
     """Count an addition per window element; the kernel allocates int64 indices for the axis."""
-    places = call.out.sizes[call["dim"]] * 8
-    return Counts(pointwise=call["grad_in"].numel, workspace=places)
+    index_bytes = call.out.sizes[call["dim"]] * 8
+    return Counts(pointwise=call["grad_in"].numel, workspace=index_bytes)
 
 
 @rule("repeat_interleave.Tensor")
 def repeated(call: Call) -> Counts:
     """Count no FLOPs: each index is written as often as the operand states."""
     if call.get("output_size") is None:
-        raise unsupported(call, "a result as long as the sum of the operand", "output_size")
+        raise unsupported(call, "the result is as long as the sum of the operand, which is data", "output_size")
     return Counts()
 
 

@@ -19,7 +19,7 @@ from ..call import Call, Counts, Spec
 from ..template import declared
 from ..translations.table import TRANSLATIONS, translation_of
 from .elementwise import complex_counts
-from .table import RULES, together
+from .table import RULES, combined
 from .workspaces import workspace_of
 
 __all__ = ["counts_of", "is_derived"]
@@ -48,38 +48,38 @@ def counts_of(call: Call, tags: Collection[Any] = (), relations: Relations | Non
     UnsupportedError
         If the op has no rule, or its rule does not cover these arguments.
     """
-    shown = f"aten::{call.name}.{call.overload}"
-    found = RULES.get(f"{call.name}.{call.overload}") or RULES.get(call.name)
-    why, counts = "no rule says what it costs", None
+    op_name = f"aten::{call.name}.{call.overload}"
+    cost_rule = RULES.get(f"{call.name}.{call.overload}") or RULES.get(call.name)
+    reason, counts = "no cost rule", None
     try:
-        counts = _by_rule(found, call, shown) if found is not None else _derived(call, relations)
+        counts = _by_rule(cost_rule, call, op_name) if cost_rule is not None else _derived(call, relations)
     except CostGraphError as error:
-        why = str(error)
-        if found is not None or why.startswith(shown):
+        reason = str(error)
+        if cost_rule is not None or reason.startswith(op_name):
             raise
-        why = f"no declared kinds say what it does, {why}; and no rule says what it costs"
+        reason = f"no op kind accepts these operands ({reason}), and there is no cost rule"
     if counts is None:
         if torch.Tag.pointwise not in tags or not call.results:
             raise UnsupportedError(
-                f"{shown}: {why}, expected one of {len(RULES)} ops that have one; register a rule "
+                f"{op_name}: {reason}; expected one of {len(RULES)} ops with a rule, or register one "
                 f"under {call.name!r} with costgraph.torch.tracing.rules.rule"
             )
         counts = Counts(pointwise=call.out.numel)
     if any(t.dtype.kind == "complex" for t in (*call.operands, *call.results)):
         counts = complex_counts(call, counts)
-    counts, more = _without_outs(call, counts), workspace_of(call)
-    return replace(counts, workspace=counts.workspace + more) if more else counts
+    counts, kernel_workspace = _without_outs(call, counts), workspace_of(call)
+    return replace(counts, workspace=counts.workspace + kernel_workspace) if kernel_workspace else counts
 
 
-def _by_rule(found: Callable[[Call], Counts | None], call: Call, shown: str) -> Counts | None:
+def _by_rule(cost_rule: Callable[[Call], Counts | None], call: Call, op_name: str) -> Counts | None:
     """Apply a rule; foreign errors become library errors that name the op."""
     try:
-        return found(call)
+        return cost_rule(call)
     except CostGraphError:
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {quoted(str(error), 300)}"
-        raise UnsupportedError(f"{shown}: its rule failed with {why}, expected one that takes such a call") from error
+        reason = f"{type(error).__name__}: {quoted(str(error), 300)}"
+        raise UnsupportedError(f"{op_name}: its cost rule failed on these arguments with {reason}") from error
 
 
 def is_derived(call: Call) -> bool:
@@ -97,23 +97,23 @@ def _derived(call: Call, relations: Relations | None) -> Counts | None:
     if translation is None:
         return None
     operands = {t: i for i, t in enumerate(dict.fromkeys(call.operands))}
-    plain = {t: _real(t) for t in (*operands, *call.results)}
-    found = declared(
+    real_specs = {t: _real(t) for t in (*operands, *call.results)}
+    declaration = declared(
         translation,
-        replace(call, results=tuple(plain[t] for t in call.results)),
+        replace(call, results=tuple(real_specs[t] for t in call.results)),
         operands,
-        [plain[t] for t in operands],
+        [real_specs[t] for t in operands],
         relations,
     )
-    if found is None:
+    if declaration is None:
         return None
-    body, inputs, _ = found
-    read: dict[Spec, Poly] = {}
+    body, inputs, _ = declaration
+    bytes_read: dict[Spec, Poly] = {}
     for t, x in zip(operands, inputs, strict=False):
         inner = body.adopt(x) if x in body.captured else None
-        read[t] = ZERO if inner is None else elements_read(body, inner) * t.dtype.bytes
+        bytes_read[t] = ZERO if inner is None else elements_read(body, inner) * t.dtype.bytes
     flops = sum((op.kind.flops(op) for op in body.walk() if op.body is None), start=Flops())
-    return together(flops, reads=tuple(read[t] for t in call.operands))
+    return combined(flops, reads=tuple(bytes_read[t] for t in call.operands))
 
 
 def _real(t: Spec) -> Spec:

@@ -12,7 +12,7 @@ from ....ops.functions import FUNCTIONS, POWERS, Function, of_complex
 from ....ops.rules import applied
 from ....ops.updates import NON_FINITE
 from ..call import Call, Counts
-from .table import Rule, each, is_number, rule, together, unsupported
+from .table import Rule, combined, is_number, per_element, rule, unsupported
 
 __all__ = [
     "gelu_steps",
@@ -25,7 +25,7 @@ __all__ = [
 # -- elementwise -------------------------------------------------------------------------------------------------------
 
 #: The library's functions with the same name in aten.
-_SAME = (
+_SAME_NAME = (
     "abs", "cos", "elu", "elu_backward", "eq", "erf", "exp", "expm1", "floor", "hardsigmoid", "hardsigmoid_backward",
     "hardswish", "hardswish_backward", "leaky_relu", "leaky_relu_backward", "lerp", "log", "log1p", "logical_and",
     "logical_not", "masked_fill", "maximum", "minimum", "mish", "mish_backward", "mul", "neg", "reciprocal", "relu",
@@ -97,16 +97,16 @@ _OF_ARGUMENT: dict[str, tuple[str, tuple[str | Function, ...]]] = {
 
 
 def _of(*steps: str | Function) -> Rule:
-    return lambda call: each(call.out.numel, *steps)
+    return lambda call: per_element(call.out.numel, *steps)
 
 
 def _of_argument(name: str, steps: tuple[str | Function, ...]) -> Rule:
-    return lambda call: each(call[name].numel, *steps)
+    return lambda call: per_element(call[name].numel, *steps)
 
 
 for _name, _argument in _OF_ARGUMENT.items():
     rule(_name)(_of_argument(*_argument))
-for _name in _SAME:
+for _name in _SAME_NAME:
     rule(_name)(_of(_name))
 for _name, _steps in _COMPOSED.items():
     rule(_name)(_of(*_steps))
@@ -116,7 +116,7 @@ for _name in _TRANSCENDENTAL:
 
 def steps_of(name: str) -> tuple[str | Function, ...]:
     """Return the functions that an elementwise op applies in turn; unknown ops count 1 FLOP."""
-    if name in _SAME:
+    if name in _SAME_NAME:
         return (name,)
     if name in _TRANSCENDENTAL:
         return (Function(name.strip("_"), 1, 0, 1),)
@@ -138,7 +138,7 @@ def dropout(call: Call) -> Counts:
     """Count mask and scale; random numbers are free, and without training it is a copy."""
     if call.get("train") is False:
         return Counts()
-    return each(call.out.numel, "mul", "mul")
+    return per_element(call.out.numel, "mul", "mul")
 
 
 # -- scaled gradients --------------------------------------------------------------------------------------------
@@ -147,13 +147,13 @@ def dropout(call: Call) -> Counts:
 @rule("_amp_foreach_non_finite_check_and_unscale")
 def unscale(call: Call) -> Counts:
     """Count a check for non-finite values, and the product with the reciprocal scale."""
-    return each(total(t.numel for t in call["self"]), NON_FINITE, "mul")
+    return per_element(total(t.numel for t in call["self"]), NON_FINITE, "mul")
 
 
 @rule("_amp_update_scale")
 def update_scale(call: Call) -> Counts:
     """Count a comparison, an addition and a product for the single scale."""
-    return each(ONE, "eq", "add", "mul")
+    return per_element(ONE, "eq", "add", "mul")
 
 
 # -- complex numbers ---------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def update_scale(call: Call) -> Counts:
 _COMPLEX_SAME_NAME = ("add", "div", "eq", "exp", "lerp", "log", "masked_fill", "mul", "neg", "pow", "reciprocal",
          "sqrt", "sub", "where")  # fmt: skip
 #: The library's functions that an op applies to each element of its result.
-_STEPS: dict[str, tuple[str, ...]] = {
+_COMPLEX_STEPS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in _COMPLEX_SAME_NAME},
     "sgn": ("sign",),
     "addcmul": ("fma",),
@@ -177,7 +177,7 @@ _SUMS = frozenset({
 })  # fmt: skip
 _PRODUCTS = frozenset({"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv", "vdot"})
 #: Ops whose rules handle complex numbers themselves.
-_OWN = frozenset({"_fft_c2c", "_fft_c2r", "_fft_r2c", "polar"})
+_COMPLEX_AWARE = frozenset({"_fft_c2c", "_fft_c2r", "_fft_r2c", "polar"})
 _SCALES = ("alpha", "beta", "value")
 
 
@@ -189,21 +189,21 @@ def complex_counts(call: Call, counts: Counts) -> Counts:
     flops = {k: v for k, v in counts.by_kind().items() if v}
     bytes_ = {"reads": counts.reads, "writes": counts.writes}
     if call.name in ("abs", "angle"):  # the kernel computes a complex result first
-        first = FUNCTIONS["exp"] if call.name == "angle" else of_complex(FUNCTIONS["abs"])
-        return replace(together(applied(call.out.numel, first), **bytes_), workspace=2 * call.out.bytes)
-    if not flops or call.name in _OWN:
+        function = FUNCTIONS["exp"] if call.name == "angle" else of_complex(FUNCTIONS["abs"])
+        return replace(combined(applied(call.out.numel, function), **bytes_), workspace=2 * call.out.bytes)
+    if not flops or call.name in _COMPLEX_AWARE:
         return counts
     if call.name in ("conj_physical", "_conj_physical"):  # negates the imaginary part
         return Counts(pointwise=call.out.numel, reads=counts.reads, writes=counts.writes)
     scaled = [n for n in _SCALES if call.get(n) is not None and not is_number(call[n], 1)]
-    if call.name in _STEPS:
-        steps = (*_STEPS[call.name], *("mul" for _ in scaled))
-        return together(applied(call.out.numel, *(of_complex(_function(call, s)) for s in steps)), **bytes_)
+    if call.name in _COMPLEX_STEPS:
+        steps = (*_COMPLEX_STEPS[call.name], *("mul" for _ in scaled))
+        return combined(applied(call.out.numel, *(of_complex(_function(call, s)) for s in steps)), **bytes_)
     if call.name in _SUMS or (call.name in _PRODUCTS and not scaled):
         return Counts(
             matmul=counts.matmul * 4, pointwise=counts.pointwise * 2, reads=counts.reads, writes=counts.writes
         )
-    raise unsupported(call, "complex numbers, of which no rule says what they cost", "real ones")
+    raise unsupported(call, "no rule for complex operands", "real ones")
 
 
 def _function(call: Call, name: str) -> Function:

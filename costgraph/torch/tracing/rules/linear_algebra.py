@@ -17,31 +17,31 @@ from ....ops.fourier import joined, transform_flops
 from ..call import Call, Counts, Spec
 from .elementwise import gelu_steps
 from .reductions import norm_of
-from .table import REDUCE, each, is_number, product, rule, together, unsupported
+from .table import REDUCE, combined, is_number, per_element, product, rule, unsupported
 
 # -- matrix products ---------------------------------------------------------------------------------------------------
 
 
-def _multiplied(points: Poly) -> Counts:
+def _matmul(points: Poly) -> Counts:
     return Counts(matmul=2 * points)
 
 
-def _scaled_sum(call: Call, points: Poly, product_points: Poly, given: str = "self") -> Counts:
+def _scaled_sum(call: Call, points: Poly, product_points: Poly, addend: str = "self") -> Counts:
     """Return the cost for beta * self + alpha * product: scaling by 1 is free, and a beta of 0 drops the sum."""
     steps: list[str] = []
-    if call.get(given) is not None and not is_number(call.get("beta"), 0):
+    if call.get(addend) is not None and not is_number(call.get("beta"), 0):
         steps.append("add")
         if not is_number(call.get("beta"), 1):
             steps.append("mul")
     if not is_number(call.get("alpha"), 1):
         steps.append("mul")
-    return together(_multiplied(product_points), each(points, *steps))
+    return combined(_matmul(product_points), per_element(points, *steps))
 
 
 @rule("vdot")
 def dot(call: Call) -> Counts:
     """Count 2 per pair of elements."""
-    return _multiplied(call["self"].numel)
+    return _matmul(call["self"].numel)
 
 
 @rule("_addmm_activation", "sspaddmm")
@@ -50,7 +50,7 @@ def add_product(call: Call) -> Counts:
     mat1: Spec = call["mat1"]
     counts = _scaled_sum(call, call.out.numel, mat1.numel * call["mat2"].sizes[-1])
     if call.name == "_addmm_activation":
-        return together(counts, each(call.out.numel, *(gelu_steps("none") if call["use_gelu"] else ("relu",))))
+        return combined(counts, per_element(call.out.numel, *(gelu_steps("none") if call["use_gelu"] else ("relu",))))
     return counts
 
 
@@ -64,8 +64,8 @@ def add_outer(call: Call) -> Counts:
 @rule("_scaled_mm")
 def scaled(call: Call) -> Counts:
     """Count the matmul; scales are applied on load."""
-    bias = each(call.out.numel, "add") if call.get("bias") is not None else Counts()
-    return together(_multiplied(call["self"].numel * call["mat2"].sizes[-1]), bias)
+    bias = per_element(call.out.numel, "add") if call.get("bias") is not None else Counts()
+    return combined(_matmul(call["self"].numel * call["mat2"].sizes[-1]), bias)
 
 
 @rule("_grouped_mm", "_scaled_grouped_mm")
@@ -80,18 +80,18 @@ def grouped(call: Call) -> Counts:
         points = first.sizes[1] * first.sizes[2] * second.sizes[1]
     else:
         points = first.numel * second.sizes[-1]
-    bias = each(call.out.numel, "add") if call.get("bias") is not None else Counts()
-    return together(_multiplied(points), bias)
+    bias = per_element(call.out.numel, "add") if call.get("bias") is not None else Counts()
+    return combined(_matmul(points), bias)
 
 
 @rule("linear_backward", "mkldnn_linear_backward")
 def linear_backward(call: Call) -> Counts:
     """Count a matmul per gradient of operand and weight, and the sum over rows for the bias."""
     grad: Spec = call["grad_output"]
-    wanted: Any = call["output_mask"]
+    mask: Any = call["output_mask"]
     points = grad.numel * call["self"].sizes[-1]
-    return together(
-        *(_multiplied(points) for i in (0, 1) if wanted[i]), *(Counts(pointwise=grad.numel) for _ in (2,) if wanted[2])
+    return combined(
+        *(_matmul(points) for i in (0, 1) if mask[i]), *(Counts(pointwise=grad.numel) for _ in (2,) if mask[2])
     )
 
 
@@ -103,24 +103,24 @@ def trilinear(call: Call) -> Counts:
     operand lacks them, else in the second.
     """
     sizes: dict[int, Poly] = {}
-    has: list[set[int]] = []
+    operand_axes: list[set[int]] = []
     rank = len(call["i1"].sizes) + len(call["expand1"])
     for i in (1, 2, 3):
         operand: Spec = call[f"i{i}"]
         axes = [a for a in range(rank) if a not in call[f"expand{i}"]]
         sizes |= {a: n for a, n in zip(axes, operand.sizes, strict=True) if a not in sizes or n != 1}
-        has.append(set(axes))
+        operand_axes.append(set(axes))
     summed = set(call["sumdim"])
-    early = {a for a in summed if a not in has[2]}
-    first = has[0] | has[1]
-    second = (first - early) | has[2]
-    if not early <= first:
-        raise unsupported(call, f"sumdim {sorted(summed)}", "axes that an operand has")
+    summed_first = {a for a in summed if a not in operand_axes[2]}
+    first = operand_axes[0] | operand_axes[1]
+    second = (first - summed_first) | operand_axes[2]
+    if not summed_first <= first:
+        raise unsupported(call, f"sumdim is {sorted(summed)}", "axes of an operand")
     parts = []
-    for reached, sums in ((first, early), (second, summed - early)):
-        points = product(sizes[a] for a in reached)
-        parts.append(_multiplied(points) if sums else each(points, "mul"))
-    return together(*parts)
+    for axes_read, sums in ((first, summed_first), (second, summed - summed_first)):
+        points = product(sizes[a] for a in axes_read)
+        parts.append(_matmul(points) if sums else per_element(points, "mul"))
+    return combined(*parts)
 
 
 @rule("costgraph.linear_dynamic")
@@ -129,13 +129,13 @@ def linear_dynamic(call: Call) -> Counts:
 
     The kernel accumulates in an int32 buffer (`ao/quantized/cpu/qlinear_dynamic.cpp`); fp16 weights need no such steps.
     """
-    x, weight, made = call["input"], call["weight"], call.out
-    biased = each(made.numel, "add") if call.get("bias") is not None else Counts()
+    x, weight, out = call["input"], call["weight"], call.out
+    biased = per_element(out.numel, "add") if call.get("bias") is not None else Counts()
     product_ = Counts(matmul=2 * x.numel * weight.sizes[0])
     if weight.dtype.kind == "float":
-        return together(product_, biased)
-    steps = Counts(pointwise=x.numel * (2 + 4) + made.numel * 2, workspace=4 * made.numel)
-    return together(product_, steps, biased)
+        return combined(product_, biased)
+    steps = Counts(pointwise=x.numel * (2 + 4) + out.numel * 2, workspace=4 * out.numel)
+    return combined(product_, steps, biased)
 
 
 # -- decompositions ----------------------------------------------------------------------------------------------------
@@ -148,12 +148,12 @@ def _matrix(call: Call, name: str = "") -> tuple[Poly, Poly, Poly]:
     return prod(lead, start=ONE), rows, columns
 
 
-def _eliminated(n: Poly) -> Poly:
+def _lu_flops(n: Poly) -> Poly:
     """Return the cost of LU: step k has k quotients and k*k multiply-subtracts, k = 1..n - 1; 2*n**3/3 in total."""
     return n * (n - 1) / 2 + n * (n - 1) * (2 * n - 1) / 3
 
 
-def _reflected(rows: Poly, columns: Poly) -> Poly:
+def _householder_flops(rows: Poly, columns: Poly) -> Poly:
     """Return the cost of one-sided Householder reflections: 4 per element of the remaining submatrix.
 
     The submatrix is (m - n + i) x i for i = n..1; 2*n**2*(m - n/3) in total.
@@ -166,7 +166,7 @@ def _reflected(rows: Poly, columns: Poly) -> Poly:
 def factored(call: Call) -> Counts:
     """Count an LU decomposition; multiplying its diagonal is a lower-order term."""
     batch, n, _ = _matrix(call)
-    return Counts(pointwise=batch * _eliminated(n))
+    return Counts(pointwise=batch * _lu_flops(n))
 
 
 @rule("linalg_cholesky_ex", "cholesky", "linalg_ldl_factor_ex")
@@ -181,7 +181,7 @@ def cholesky(call: Call) -> Counts:
 def inverse(call: Call) -> Counts:
     """Count an LU decomposition and two triangular solves per column of the identity."""
     batch, n, _ = _matrix(call)
-    return Counts(pointwise=batch * (_eliminated(n) + 2 * n**3))
+    return Counts(pointwise=batch * (_lu_flops(n) + 2 * n**3))
 
 
 def _columns(right: Spec, matrix: Spec) -> Poly:
@@ -193,8 +193,8 @@ def _columns(right: Spec, matrix: Spec) -> Poly:
 def triangular(call: Call) -> Counts:
     """Count n**2 per right-hand side; a broadcast matrix is copied per batch entry."""
     a: Spec = call["self"] if "B" in call.arguments else call["A"]
-    each_one = prod(call.out.sizes[:-2], start=ONE) * a.sizes[-1] ** 2 * a.dtype.bytes
-    copied = ZERO if each_one == a.bytes else each_one
+    matrix_bytes = prod(call.out.sizes[:-2], start=ONE) * a.sizes[-1] ** 2 * a.dtype.bytes
+    copied = ZERO if matrix_bytes == a.bytes else matrix_bytes
     return Counts(pointwise=_columns(call.out, a) * a.sizes[-1] ** 2, workspace=copied)
 
 
@@ -204,11 +204,11 @@ def solved(call: Call) -> Counts:
     a: Spec = call["A"]
     solves = 2 * _columns(call["B"], a) * a.sizes[-1] ** 2
     batch, n, _ = _matrix(call, "A")
-    return Counts(pointwise=batch * _eliminated(n) + solves)
+    return Counts(pointwise=batch * _lu_flops(n) + solves)
 
 
 @rule("linalg_lu_solve", "linalg_ldl_solve", "cholesky_solve", "_cholesky_solve_helper")
-def solved_again(call: Call) -> Counts:
+def solved_from_factors(call: Call) -> Counts:
     """Count two triangular solves per right-hand side."""
     a = next(call[n] for n in ("LU", "LD", "A", "input2") if n in call.arguments)
     right = call["B"] if "B" in call.arguments else call["self"]
@@ -219,15 +219,15 @@ def solved_again(call: Call) -> Counts:
 def orthogonal(call: Call) -> Counts:
     """Count the reflections, and as many again to form Q."""
     batch, rows, columns = _matrix(call)
-    alone = call.name == "geqrf" or call.get("mode") == "r"
-    return Counts(pointwise=batch * _reflected(rows, columns) * (1 if alone else 2))
+    without_q = call.name == "geqrf" or call.get("mode") == "r"
+    return Counts(pointwise=batch * _householder_flops(rows, columns) * (1 if without_q else 2))
 
 
 @rule("linalg_householder_product", "ormqr")
 def reflections(call: Call) -> Counts:
     """Count the product of reflections."""
     batch, rows, columns = _matrix(call)
-    return Counts(pointwise=batch * _reflected(rows, columns))
+    return Counts(pointwise=batch * _householder_flops(rows, columns))
 
 
 @rule("_linalg_eigh")
@@ -252,7 +252,9 @@ def singular(call: Call) -> Counts:
     if call.get("compute_uv"):
         return Counts(pointwise=batch * (4 * m**2 * n + 8 * m * n**2 + 9 * n**3))
     # from the right, each step has one column less: 4*(m - n + i)*(i - 1), i = n..1
-    return Counts(pointwise=batch * (_reflected(m, n) + 2 * (m - n) * n * (n - 1) + (n - 1) * n * (n + 1) * 4 / 3))
+    return Counts(
+        pointwise=batch * (_householder_flops(m, n) + 2 * (m - n) * n * (n - 1) + (n - 1) * n * (n + 1) * 4 / 3)
+    )
 
 
 @rule("linalg_pinv.atol_rtol_tensor")
@@ -271,23 +273,23 @@ def pseudoinverse(call: Call) -> Counts:
 def transformed(call: Call) -> Counts:
     """Count 5*n*ceil(log2(n)) per complex transform, and half for real input, whose spectrum is symmetric."""
     factor = 1 if call.name == "_fft_c2c" else Fraction(1, 2)
-    return _along(call, call["self"], factor, joined(call["self"], _axes(call)))
+    return _transforms(call, call["self"], factor, joined(call["self"], _axes(call)))
 
 
 @rule("_fft_c2r")
 def to_real(call: Call) -> Counts:
     """Count half of a complex transform; all axes but the last are transformed first, into a temporary."""
     operand: Spec = call["self"]
-    *before, last = _axes(call)
-    extra = operand.bytes + joined(operand, before) if before else joined(operand, [last])
-    return _along(call, call.out, Fraction(1, 2), extra)
+    *first_axes, last_axis = _axes(call)
+    extra = operand.bytes + joined(operand, first_axes) if first_axes else joined(operand, [last_axis])
+    return _transforms(call, call.out, Fraction(1, 2), extra)
 
 
 def _axes(call: Call) -> list[int]:
     return [d % len(call.out.sizes) for d in call["dim"]]
 
 
-def _along(call: Call, operand: Spec, factor: Fraction | int, workspace: Poly) -> Counts:
+def _transforms(call: Call, operand: Spec, factor: Fraction | int, workspace: Poly) -> Counts:
     length = prod((operand.sizes[d] for d in call["dim"]), start=ONE)
     return Counts(pointwise=transform_flops(operand.numel, length) * factor, workspace=workspace)
 
@@ -297,16 +299,16 @@ def _along(call: Call, operand: Spec, factor: Fraction | int, workspace: Poly) -
 
 def _rows(call: Call) -> Spec:
     """Return the rows whose distances are computed."""
-    found: Spec = call["x1" if "x1" in call.arguments else "self"]
-    return found
+    rows: Spec = call["x1" if "x1" in call.arguments else "self"]
+    return rows
 
 
 @rule("_cdist_forward", "_pdist_forward")
 def distances(call: Call) -> Counts:
     """Count difference and norm per pair of rows."""
     x, pairs = _rows(call), call.out.numel
-    seen = Spec((pairs, x.sizes[-1]), (x.sizes[-1], ONE), x.dtype)
-    return together(each(seen.numel, "sub"), norm_of(seen, call["p"], pairs))
+    differences = Spec((pairs, x.sizes[-1]), (x.sizes[-1], ONE), x.dtype)
+    return combined(per_element(differences.numel, "sub"), norm_of(differences, call["p"], pairs))
 
 
 @rule("_cdist_backward", "_pdist_backward")
@@ -315,7 +317,7 @@ def distances_backward(call: Call) -> Counts:
     pairs = call["grad"].numel
     shares = ("sub", "mul", "add") if is_number(call["p"], 2) else ("sub", "abs", "pow", "sign", "mul", "mul", "add")
     sums = ("sub",) if call.name == "_pdist_backward" else ()
-    return together(each(pairs * _rows(call).sizes[-1], *shares, *sums), each(pairs, "div"))
+    return combined(per_element(pairs * _rows(call).sizes[-1], *shares, *sums), per_element(pairs, "div"))
 
 
 @rule("renorm")
@@ -323,8 +325,10 @@ def renormed(call: Call) -> Counts:
     """Count the norm of each slice, a comparison and a quotient per slice, and a product per element."""
     operand: Spec = call["self"]
     slices = operand.sizes[call["dim"]]
-    return together(
-        norm_of(operand, call["p"], slices), each(slices, "less", "div", "where"), each(operand.numel, "mul")
+    return combined(
+        norm_of(operand, call["p"], slices),
+        per_element(slices, "less", "div", "where"),
+        per_element(operand.numel, "mul"),
     )
 
 
@@ -341,8 +345,8 @@ def _points(slid: Spec, weight: Spec) -> Poly:
 
 
 def _forward(call: Call, operand: Spec, result: Spec, transposed: bool) -> Counts:
-    made = Counts(matmul=2 * _points(operand if transposed else result, call["weight"]))
-    return together(made, each(result.numel, "add")) if call.get("bias") is not None else made
+    matmul = Counts(matmul=2 * _points(operand if transposed else result, call["weight"]))
+    return combined(matmul, per_element(result.numel, "add")) if call.get("bias") is not None else matmul
 
 
 @rule("convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution", "cudnn_convolution",
@@ -367,7 +371,7 @@ def _batched(t: Spec, call: Call) -> Spec:
 def with_activation(call: Call) -> Counts:
     """Count the convolution, the addition of another tensor if there is one, and the ReLU."""
     added = ("add", "mul") if "add" in call.name else ()
-    return together(convolution(call), each(call.out.numel, *added, "relu"))
+    return combined(convolution(call), per_element(call.out.numel, *added, "relu"))
 
 
 @rule("convolution_backward", "convolution_backward_overrideable")
@@ -378,14 +382,14 @@ def convolution_backward(call: Call) -> Counts:
     """
     grad, operand = call["grad_output"], call["input"]
     slid = operand if call["transposed"] else grad
-    wanted: Any = call["output_mask"]
+    mask: Any = call["output_mask"]
     product = Counts(matmul=2 * _points(slid, call["weight"]))
-    bias = each(grad.numel, REDUCE) if wanted[2] else Counts()
-    return together(*(product for asked in wanted[:2] if asked), bias)
+    bias = per_element(grad.numel, REDUCE) if mask[2] else Counts()
+    return combined(*(product for requested in mask[:2] if requested), bias)
 
 
 @rule("conv_tbc")
 def over_time(call: Call) -> Counts:
     """Count 2 per multiply-add: weight (window, input channels, output channels), result (time, batch, channels)."""
-    places = call.out.sizes[0] * call.out.sizes[1]
-    return together(Counts(matmul=2 * places * call["weight"].numel), each(call.out.numel, "add"))
+    positions = call.out.sizes[0] * call.out.sizes[1]
+    return combined(Counts(matmul=2 * positions * call["weight"].numel), per_element(call.out.numel, "add"))

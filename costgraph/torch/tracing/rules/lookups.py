@@ -9,9 +9,9 @@ from typing import Any
 from ....algebra.polynomial import ONE, ZERO, Poly
 from ..call import Call, Counts, Spec
 from .table import (
-    each,
     is_number,
     operand_bytes,
+    per_element,
     rule,
     unsupported,
 )
@@ -19,7 +19,7 @@ from .table import (
 __all__: list[str] = []  # its rules are found in RULES
 
 
-def _elements(operand: Spec, count: Poly) -> Poly:
+def _element_bytes(operand: Spec, count: Poly) -> Poly:
     """Return the bytes of `count` elements."""
     return count * operand.dtype.bytes
 
@@ -30,25 +30,25 @@ def _elements(operand: Spec, count: Poly) -> Poly:
 @rule("index", "_unsafe_index", "index_select", "gather", "take")
 def picked(call: Call) -> Counts:
     """Count no FLOPs; one operand element is read per result element, besides the indices."""
-    return Counts(reads=operand_bytes(call, self=_elements(call["self"], call.out.numel)))
+    return Counts(reads=operand_bytes(call, self=_element_bytes(call["self"], call.out.numel)))
 
 
 @rule("_unsafe_masked_index")
 def picked_where(call: Call) -> Counts:
     """Count the selection; one operand element is read per result element."""
-    read = operand_bytes(call, self=_elements(call["self"], call.out.numel))
+    read = operand_bytes(call, self=_element_bytes(call["self"], call.out.numel))
     return Counts(pointwise=call.out.numel, reads=read)
 
 
 # -- writes -----------------------------------------------------------------------------------------------------
 
 
-def _changed(call: Call, count: Poly, *, reads: bool, flops: Poly = ZERO, **read: Poly) -> Counts:
+def _update(call: Call, count: Poly, *, reads: bool, flops: Poly = ZERO, **read: Poly) -> Counts:
     """Return the cost to change `count` elements in `self`, in place or in a full copy."""
     operand: Spec = call["self"]
     if not call.inplace:
         return Counts(pointwise=flops, reads=operand_bytes(call, **read))
-    touched = _elements(operand, count)
+    touched = _element_bytes(operand, count)
     return Counts(
         pointwise=flops, reads=operand_bytes(call, self=touched if reads else ZERO, **read), writes=(touched,)
     )
@@ -57,17 +57,17 @@ def _changed(call: Call, count: Poly, *, reads: bool, flops: Poly = ZERO, **read
 def _region(operand: Spec, indices: Sequence[Any]) -> Poly:
     """Return how many elements are indexed; a mask may select every position that it covers."""
     shapes: list[Sequence[Poly]] = []
-    axis, rest = 0, ONE
+    axis, unindexed = 0, ONE
     for index in indices:
         if index is None:
-            rest, axis = rest * operand.sizes[axis], axis + 1
+            unindexed, axis = unindexed * operand.sizes[axis], axis + 1
         elif index.dtype.name in ("bool", "uint8"):
             shapes.append((prod(index.sizes, start=ONE),))
             axis += len(index.sizes)
         else:
             shapes.append(index.sizes)
             axis += 1
-    return rest * prod(operand.sizes[axis:], start=_broadcast(shapes))
+    return unindexed * prod(operand.sizes[axis:], start=_broadcast(shapes))
 
 
 def _broadcast(shapes: Sequence[Sequence[Poly]]) -> Poly:
@@ -83,7 +83,7 @@ def index_put(call: Call) -> Counts:
     """Count an addition per element if values are accumulated, else nothing."""
     count = call["index"].numel if call.name == "put" else _region(call["self"], call["indices"])
     adds = bool(call["accumulate"])
-    return _changed(call, count, reads=adds, flops=count if adds else ZERO)
+    return _update(call, count, reads=adds, flops=count if adds else ZERO)
 
 
 @rule("scatter", "scatter_add", "scatter_reduce", "index_add", "index_reduce", "index_copy")
@@ -100,8 +100,8 @@ def scatter(call: Call) -> Counts:
     if call.get("reduce") == "mean":
         flops = 2 * count + call["self"].numel
     source = call.get("src")
-    read = {"src": _elements(source, count)} if isinstance(source, Spec) else {}
-    return _changed(call, count, reads=joins, flops=flops, **read)
+    read = {"src": _element_bytes(source, count)} if isinstance(source, Spec) else {}
+    return _update(call, count, reads=joins, flops=flops, **read)
 
 
 @rule("index_fill")
@@ -109,15 +109,15 @@ def index_fill(call: Call) -> Counts:
     """Count no FLOPs; rows are overwritten."""
     operand: Spec = call["self"]
     if not operand.sizes:
-        return _changed(call, ONE, reads=False)
+        return _update(call, ONE, reads=False)
     rows = operand.numel / operand.sizes[call["dim"]] * call["index"].numel
-    return _changed(call, rows, reads=False)
+    return _update(call, rows, reads=False)
 
 
 @rule("masked_scatter")
 def masked_scatter(call: Call) -> Counts:
     """Count no FLOPs; up to one source element is read per position."""
-    return Counts(reads=operand_bytes(call, source=_elements(call["source"], call["self"].numel)))
+    return Counts(reads=operand_bytes(call, source=_element_bytes(call["source"], call["self"].numel)))
 
 
 # -- embedding bags ----------------------------------------------------------------------------------------------
@@ -129,9 +129,9 @@ def embedding_bag(call: Call) -> Counts:
     weight: Spec = call["weight"]
     rows = call["indices"].numel * weight.sizes[1]
     steps = ["mul", "add"] if call.get("per_sample_weights") is not None else ["add"]
-    counts = each(rows, *steps)
+    counts = per_element(rows, *steps)
     mean = call.out.numel if call["mode"] == 1 else ZERO
-    read = operand_bytes(call, weight=_elements(weight, rows))
+    read = operand_bytes(call, weight=_element_bytes(weight, rows))
     return Counts(pointwise=counts.pointwise + mean, reads=read)
 
 
@@ -139,17 +139,17 @@ def embedding_bag(call: Call) -> Counts:
 def embedding_bag_backward(call: Call) -> Counts:
     """Count an addition per row element, 2 if the row has a weight or enters a mean."""
     if call.get("sparse"):
-        raise unsupported(call, "a sparse gradient", "sparse=False")
+        raise unsupported(call, "the gradient is sparse", "sparse=False")
     rows = call["indices"].numel * call["grad"].sizes[1]
     scaled = call.get("per_sample_weights") is not None or call["mode"] == 1
-    return each(rows, *(("mul", "add") if scaled else ("add",)))
+    return per_element(rows, *(("mul", "add") if scaled else ("add",)))
 
 
 @rule("_embedding_bag_per_sample_weights_backward")
 def bag_weights_backward(call: Call) -> Counts:
     """Count a dot product per index."""
     rows = call["indices"].numel * call["weight"].sizes[1]
-    return Counts(matmul=2 * rows, reads=operand_bytes(call, weight=_elements(call["weight"], rows)))
+    return Counts(matmul=2 * rows, reads=operand_bytes(call, weight=_element_bytes(call["weight"], rows)))
 
 
 # -- search ------------------------------------------------------------------------------------------------------
@@ -159,4 +159,4 @@ def bag_weights_backward(call: Call) -> Counts:
 def contained(call: Call) -> Counts:
     """Count a comparison per element and test element."""
     tests = call.get("test_elements")
-    return each(call.out.numel * (tests.numel if isinstance(tests, Spec) else ONE), "eq")
+    return per_element(call.out.numel * (tests.numel if isinstance(tests, Spec) else ONE), "eq")

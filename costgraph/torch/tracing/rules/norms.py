@@ -8,9 +8,9 @@ from ..call import Call, Counts
 from .counts import counts_of
 from .table import (
     REDUCE,
-    each,
+    combined,
+    per_element,
     rule,
-    together,
 )
 
 __all__: list[str] = []  # its rules are found in RULES
@@ -19,14 +19,14 @@ __all__: list[str] = []  # its rules are found in RULES
 @rule("_safe_softmax")
 def safe_softmax(call: Call) -> Counts:
     """Count a softmax, and finding and zeroing rows of minus infinity."""
-    return together(_softmax(call, call["dim"]), each(call["self"].numel, "eq", REDUCE, "where"))
+    return combined(_softmax(call, call["dim"]), per_element(call["self"].numel, "eq", REDUCE, "where"))
 
 
 @rule("_masked_softmax")
 def masked_softmax(call: Call) -> Counts:
     """Count the mask and a softmax."""
     dim = call.get("dim")
-    return together(each(call["self"].numel, "masked_fill"), _softmax(call, -1 if dim is None else dim))
+    return combined(per_element(call["self"].numel, "masked_fill"), _softmax(call, -1 if dim is None else dim))
 
 
 def _softmax(call: Call, dim: int) -> Counts:
@@ -38,17 +38,17 @@ def _softmax(call: Call, dim: int) -> Counts:
       "_native_batch_norm_legit_functional")  # fmt: skip
 def batch_norm(call: Call) -> Counts:
     """Count as `native_batch_norm`."""
-    known = {"training": "with_update" in call.name, "momentum": 0.1, "eps": call.get("epsilon"), **call.arguments}
-    return replace(counts_of(replace(call, name="native_batch_norm", arguments=known)), reads=None)
+    arguments = {"training": "with_update" in call.name, "momentum": 0.1, "eps": call.get("epsilon"), **call.arguments}
+    return replace(counts_of(replace(call, name="native_batch_norm", arguments=arguments)), reads=None)
 
 
 @rule("cudnn_batch_norm_backward", "batch_norm_backward", "miopen_batch_norm_backward")
 def batch_norm_backward(call: Call) -> Counts:
     """Count as `native_batch_norm_backward`."""
     names = {"grad_out": "grad_output", "save_invstd": "save_var", "eps": "epsilon", "train": "update"}
-    known = {ours: call.arguments[theirs] for ours, theirs in names.items() if theirs in call.arguments}
-    known = {"train": True, "output_mask": (True, True, True), **known, **call.arguments}
-    return replace(counts_of(replace(call, name="native_batch_norm_backward", arguments=known)), reads=None)
+    arguments = {ours: call.arguments[theirs] for ours, theirs in names.items() if theirs in call.arguments}
+    arguments = {"train": True, "output_mask": (True, True, True), **arguments, **call.arguments}
+    return replace(counts_of(replace(call, name="native_batch_norm_backward", arguments=arguments)), reads=None)
 
 
 # -- weight norm -------------------------------------------------------------------------------------------------
@@ -58,13 +58,14 @@ def batch_norm_backward(call: Call) -> Counts:
 def weight_norm(call: Call) -> Counts:
     """Count the norm of each row, and the scale by g / norm."""
     rows = call["g"].numel
-    return together(each(call["v"].numel, "square", REDUCE, "mul"), each(rows, "sqrt", "div"))
+    return combined(per_element(call["v"].numel, "square", REDUCE, "mul"), per_element(rows, "sqrt", "div"))
 
 
 @rule("_weight_norm_interface_backward")
 def weight_norm_backward(call: Call) -> Counts:
     """Count g / norm * (gradient - v * d / norm**2) and d / norm, with d the row sum of gradient * v."""
     rows = call["saved_g"].numel
-    return together(
-        each(call["saved_v"].numel, "mul", REDUCE, "mul", "sub", "mul"), each(rows, "div", "div", "square", "div")
+    return combined(
+        per_element(call["saved_v"].numel, "mul", REDUCE, "mul", "sub", "mul"),
+        per_element(rows, "div", "div", "square", "div"),
     )

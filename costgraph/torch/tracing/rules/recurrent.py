@@ -13,11 +13,11 @@ from ..onednn import PAGE, Lstm
 from .table import (
     REDUCE,
     Rule,
+    combined,
     contiguous_copy,
-    each,
+    per_element,
     rule,
     size,
-    together,
     unsupported,
 )
 
@@ -51,13 +51,13 @@ _CELL_BACKWARD: dict[int, tuple[str, ...]] = {
 _BIASES = 2
 
 
-def _cells(mode: int, count: Poly, steps: dict[int, tuple[str, ...]], biases: int) -> Counts:
-    return each(count, *steps[mode], *("add",) * (biases * _GATES[mode]))
+def _cell_counts(mode: int, count: Poly, steps: dict[int, tuple[str, ...]], biases: int) -> Counts:
+    return per_element(count, *steps[mode], *("add",) * (biases * _GATES[mode]))
 
 
-def _layers(points: Poly, states: Poly, mode: int, biases: bool) -> Counts:
+def _layer_counts(points: Poly, states: Poly, mode: int, biases: bool) -> Counts:
     """Return the cost for `points` multiply-adds in matmuls and cells for `states` hidden units."""
-    return together(Counts(matmul=2 * points), _cells(mode, states, _CELL, _BIASES if biases else 0))
+    return combined(Counts(matmul=2 * points), _cell_counts(mode, states, _CELL, _BIASES if biases else 0))
 
 
 # -- oneDNN, one layer in one direction --------------------------------------------------------------------------
@@ -66,12 +66,12 @@ def _layers(points: Poly, states: Poly, mode: int, biases: bool) -> Counts:
 @rule("mkldnn_rnn_layer")
 def layer(call: Call) -> Counts:
     """Count 2 per element of both weights at every step, and the cells."""
-    places, states = _places(call, call["input"])
+    positions, states = _positions(call, call["input"])
     weights: Poly = call["weight0"].numel + call["weight1"].numel
     layer = _lstm(call, call["weight0"])
-    workspace = _bias(call) + (layer.forward(_pages) if _saves(call) else layer.inference(_pages))
-    made = _layers(places * weights, states, int(call["mode"]), bool(call["has_biases"]))
-    return together(made, Counts(workspace=poly(workspace)))
+    workspace = _bias_bytes(call) + (layer.forward(_pages) if _saves_for_backward(call) else layer.inference(_pages))
+    flops = _layer_counts(positions * weights, states, int(call["mode"]), bool(call["has_biases"]))
+    return combined(flops, Counts(workspace=poly(workspace)))
 
 
 def _lstm(call: Call, weight: Spec) -> Lstm:
@@ -84,37 +84,37 @@ def _pages(n: Any) -> Poly:
     return PAGE * poly(sympy.ceiling(poly(n).expr / PAGE))
 
 
-def _bias(call: Call) -> Poly:
+def _bias_bytes(call: Call) -> Poly:
     """Return the bytes of the combined bias."""
     operand: Spec = call["input"]
     return size(call["hidden_size"]) * _GATES[int(call["mode"])] * operand.dtype.bytes
 
 
-def _saves(call: Call) -> bool:
+def _saves_for_backward(call: Call) -> bool:
     """Whether a layer saves tensors for the backward pass, in its fourth result."""
     return len(call.results) > 3 and bool(call.results[3].numel)
 
 
-def _places(call: Call, operand: Spec) -> tuple[Poly, Poly]:
+def _positions(call: Call, operand: Spec) -> tuple[Poly, Poly]:
     """Return steps times batch, and that times the hidden size."""
-    places = prod(operand.sizes[:-1], start=ONE)
-    return places, places * size(call["hidden_size"])
+    positions = prod(operand.sizes[:-1], start=ONE)
+    return positions, positions * size(call["hidden_size"])
 
 
 @rule("mkldnn_rnn_layer_backward")
 def layer_backward(call: Call) -> Counts:
     """Count the gradients of operand, state and both weights: twice the matmuls; cells; and the sum for the biases."""
-    places, states = _places(call, call["input"])
+    positions, states = _positions(call, call["input"])
     mode = int(call["mode"])
     weights: Poly = call["weight1"].numel + call["weight2"].numel
-    bias = each(states * _GATES[mode], REDUCE) if call["has_biases"] else Counts()
+    bias = per_element(states * _GATES[mode], REDUCE) if call["has_biases"] else Counts()
     # unrequested gradients are zeros, others contiguous; biases are combined again, and their gradient is computed
     # twice
-    given = zip(("output", "hx_", "cx_tmp"), ("grad_output", "grad_hy", "grad_cy"), strict=True)
-    gradients = total(call[like].bytes if call.get(g) is None else contiguous_copy(call[g]) for like, g in given)
-    workspace = _lstm(call, call["weight1"]).backward(_pages) + gradients + 2 * _bias(call)
-    made = Counts(matmul=4 * places * weights, workspace=poly(workspace))
-    return together(made, _cells(mode, states, _CELL_BACKWARD, 0), bias)
+    inputs = zip(("output", "hx_", "cx_tmp"), ("grad_output", "grad_hy", "grad_cy"), strict=True)
+    gradients = total(call[like].bytes if call.get(g) is None else contiguous_copy(call[g]) for like, g in inputs)
+    workspace = _lstm(call, call["weight1"]).backward(_pages) + gradients + 2 * _bias_bytes(call)
+    flops = Counts(matmul=4 * positions * weights, workspace=poly(workspace))
+    return combined(flops, _cell_counts(mode, states, _CELL_BACKWARD, 0), bias)
 
 
 # -- all layers --------------------------------------------------------------------------------------------------
@@ -123,13 +123,13 @@ def layer_backward(call: Call) -> Counts:
 def _all_layers(call: Call) -> tuple[int, Poly, Poly, Poly, bool]:
     """Return the mode, all multiply-adds, hidden units per layer and in total, and whether there are biases."""
     if call.get("batch_sizes"):
-        raise unsupported(call, "a packed sequence, whose lengths are data", "a padded batch")
+        raise unsupported(call, "the lengths of a packed sequence are data", "a padded batch")
     weights, mode = call["weight"], int(call["mode"])
-    places = prod(call["input"].sizes[:-1], start=ONE)
+    positions = prod(call["input"].sizes[:-1], start=ONE)
     matrices = [w for w in weights if len(w.sizes) == 2]
-    state = places * (weights[0].sizes[0] / _GATES[mode])
+    state = positions * (weights[0].sizes[0] / _GATES[mode])
     count = int(call["num_layers"]) * (2 if call["bidirectional"] else 1)
-    return mode, places * total(w.numel for w in matrices), state, state * count, len(matrices) < len(weights)
+    return mode, positions * total(w.numel for w in matrices), state, state * count, len(matrices) < len(weights)
 
 
 @rule("_cudnn_rnn", "miopen_rnn")
@@ -138,16 +138,16 @@ def layers(call: Call) -> Counts:
     mode, points, state, states, biased = _all_layers(call)
     sides = 2 if call["bidirectional"] else 1
     steps = ("mul", "mul") if call.get("dropout") and call.get("train") else ()
-    between = each(state * (sides * (int(call["num_layers"]) - 1)), *steps)
-    return together(_layers(points, states, mode, biased), between)
+    between = per_element(state * (sides * (int(call["num_layers"]) - 1)), *steps)
+    return combined(_layer_counts(points, states, mode, biased), between)
 
 
 @rule("_cudnn_rnn_backward")
 def layers_backward(call: Call) -> Counts:
     """Count twice the matmuls, and the gradients of the cells."""
     mode, points, _, states, biased = _all_layers(call)
-    bias = each(states * _GATES[mode], REDUCE) if biased else Counts()
-    return together(Counts(matmul=4 * points), _cells(mode, states, _CELL_BACKWARD, 0), bias)
+    bias = per_element(states * _GATES[mode], REDUCE) if biased else Counts()
+    return combined(Counts(matmul=4 * points), _cell_counts(mode, states, _CELL_BACKWARD, 0), bias)
 
 
 # -- cells without their matmuls ---------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def _cell(mode: int, state: str) -> Rule:
     """Return the rule of a cell."""
 
     def apply(call: Call) -> Counts:
-        return _cells(
+        return _cell_counts(
             mode, call[state].numel, _CELL, sum(call.get(f"{n}_bias") is not None for n in ("input", "hidden"))
         )
 
@@ -169,8 +169,8 @@ def _cell_backward(mode: int, state: str, biases: int) -> Rule:
 
     def apply(call: Call) -> Counts:
         count = call[state].numel
-        bias = each(count * _GATES[mode] * biases, REDUCE) if call["has_bias"] else Counts()
-        return together(_cells(mode, count, _CELL_BACKWARD, 0), bias)
+        bias = per_element(count * _GATES[mode] * biases, REDUCE) if call["has_bias"] else Counts()
+        return combined(_cell_counts(mode, count, _CELL_BACKWARD, 0), bias)
 
     return apply
 

@@ -12,12 +12,12 @@ from ....algebra.extremum import Min, smaller
 from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ....ops.functions import Function
 from ..call import Call, Counts, Spec
-from .table import REDUCE, Rule, each, is_number, operand_bytes, rule, size, together, unsupported
+from .table import REDUCE, Rule, combined, is_number, operand_bytes, per_element, rule, size, unsupported
 
 # -- reductions and scans ----------------------------------------------------------------------------------------------
 
 #: Steps per element of the operand.
-_EACH: dict[str, tuple[str | Function, ...]] = {
+_STEPS: dict[str, tuple[str | Function, ...]] = {
     **dict.fromkeys(
         ("all", "amax", "amin", "any", "argmax", "argmin", "cummax", "cummin", "cumprod", "cumsum", "max", "mean",
          "min", "prod", "sum", "_cummax_helper", "_cummin_helper", "_is_all_true", "_is_any_true"),
@@ -38,24 +38,26 @@ _EACH: dict[str, tuple[str | Function, ...]] = {
 
 
 def _of(*steps: str | Function) -> Rule:
-    return lambda call: each(call["self"].numel, *steps)
+    return lambda call: per_element(call["self"].numel, *steps)
 
 
-for _name, _steps in _EACH.items():
+for _name, _steps in _STEPS.items():
     rule(_name)(_of(*_steps))
 
 
 @rule("var", "var_mean", "std", "std_mean")
 def variance(call: Call) -> Counts:
     """Count mean, subtraction, square and mean per element, and the root per result of a standard deviation."""
-    spread = each(call["self"].numel, REDUCE, "sub", "square", REDUCE)
-    return together(spread, each(call.out.numel, "sqrt")) if call.name.startswith("std") else spread
+    spread = per_element(call["self"].numel, REDUCE, "sub", "square", REDUCE)
+    return combined(spread, per_element(call.out.numel, "sqrt")) if call.name.startswith("std") else spread
 
 
 @rule("logsumexp")
 def logsumexp(call: Call) -> Counts:
     """Count maximum, subtraction, exp and sum per element; logarithm and addition per result."""
-    return together(each(call["self"].numel, REDUCE, "sub", "exp", REDUCE), each(call.out.numel, "log", "add"))
+    return combined(
+        per_element(call["self"].numel, REDUCE, "sub", "exp", REDUCE), per_element(call.out.numel, "log", "add")
+    )
 
 
 def norm_of(operand: Spec, order: object, results: Poly) -> Counts:
@@ -69,7 +71,7 @@ def norm_of(operand: Spec, order: object, results: Poly) -> Counts:
         steps = ("abs", REDUCE), ()
     else:
         steps = ("abs", "pow", REDUCE), ("pow",)
-    return together(each(operand.numel, *steps[0]), each(results, *steps[1]))
+    return combined(per_element(operand.numel, *steps[0]), per_element(results, *steps[1]))
 
 
 @rule("linalg_vector_norm", "norm")
@@ -81,7 +83,7 @@ def norm(call: Call) -> Counts:
 @rule("dist")
 def distance(call: Call) -> Counts:
     """Count a subtraction per pair of elements, and the norm."""
-    return together(each(call["self"].numel, "sub"), norm_of(call["self"], call.get("p"), call.out.numel))
+    return combined(per_element(call["self"].numel, "sub"), norm_of(call["self"], call.get("p"), call.out.numel))
 
 
 @rule("trace")
@@ -117,17 +119,17 @@ _ELEMENTWISE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 def _forward(steps: Sequence[str]) -> Rule:
     def apply(call: Call) -> Counts:
-        each_one: tuple[str | Function, ...] = (*steps, *(("mul",) if call.get("weight") is not None else ()))
+        functions: tuple[str | Function, ...] = (*steps, *(("mul",) if call.get("weight") is not None else ()))
         if call.get("reduction") != _NONE:
-            each_one = (*each_one, REDUCE)
-        return each(call["self"].numel, *each_one)
+            functions = (*functions, REDUCE)
+        return per_element(call["self"].numel, *functions)
 
     return apply
 
 
 def _backward(steps: Sequence[str]) -> Rule:
     def apply(call: Call) -> Counts:
-        return each(call["self"].numel, *steps, *(("mul",) if call.get("weight") is not None else ()))
+        return per_element(call["self"].numel, *steps, *(("mul",) if call.get("weight") is not None else ()))
 
     return apply
 
@@ -141,7 +143,7 @@ for _loss_name, (_loss_steps, _gradient) in _ELEMENTWISE.items():
 # -- log-probabilities -------------------------------------------------------------------------------------------
 
 
-def _picked(call: Call) -> dict[str, Poly]:
+def _bytes_per_target(call: Call) -> dict[str, Poly]:
     """Return the bytes of one log-probability, and one weight, per target."""
     targets = call["target"].numel
     return {
@@ -157,10 +159,10 @@ def nll(call: Call) -> Counts:
     targets: Poly = call["target"].numel
     weighted: tuple[str | Function, ...] = ("mul", REDUCE) if call.get("weight") is not None else ()
     if call["reduction"] == _NONE:
-        counts = each(targets, "neg", *weighted[:1])
+        counts = per_element(targets, "neg", *weighted[:1])
     else:
-        counts = together(each(targets, REDUCE, *weighted), each(ONE, "neg"))
-    return together(counts, reads=operand_bytes(call, **_picked(call)))
+        counts = combined(per_element(targets, REDUCE, *weighted), per_element(ONE, "neg"))
+    return combined(counts, reads=operand_bytes(call, **_bytes_per_target(call)))
 
 
 @rule("nll_loss_backward", "nll_loss2d_backward")
@@ -168,10 +170,10 @@ def nll_backward(call: Call) -> Counts:
     """Count negation, division and addition per target; all other gradients are zeros."""
     targets: Poly = call["target"].numel
     weighted = ("mul",) if call.get("weight") is not None else ()
-    read = operand_bytes(call, **(_picked(call) | {"self": ZERO}))
+    read = operand_bytes(call, **(_bytes_per_target(call) | {"self": ZERO}))
     if call["reduction"] == _NONE:
-        return together(each(targets, "neg", "add", *weighted), reads=read)
-    return together(each(targets, "div", "add", *weighted), each(ONE, "neg"), reads=read)
+        return combined(per_element(targets, "neg", "add", *weighted), reads=read)
+    return combined(per_element(targets, "div", "add", *weighted), per_element(ONE, "neg"), reads=read)
 
 
 # -- margins -----------------------------------------------------------------------------------------------------
@@ -181,27 +183,27 @@ def nll_backward(call: Call) -> Counts:
 def multi_margin(call: Call) -> Counts:
     """Count max(0, margin - x[y] + x[i]), its sum, and the division of each row."""
     operand: Spec = call["self"]
-    return together(each(operand.numel, "sub", "add", "relu", REDUCE), each(call["target"].numel, "div"))
+    return combined(per_element(operand.numel, "sub", "add", "relu", REDUCE), per_element(call["target"].numel, "div"))
 
 
 @rule("multilabel_margin_loss_forward")
 def multilabel_margin(call: Call) -> Counts:
     """Count max(0, 1 - x[y] + x[i]) and its sum per pair of label and class; labels may be as many as classes."""
     operand: Spec = call["self"]
-    return each(operand.numel * operand.sizes[-1], "sub", "add", "relu", REDUCE)
+    return per_element(operand.numel * operand.sizes[-1], "sub", "add", "relu", REDUCE)
 
 
 @rule("multilabel_margin_loss_backward")
 def multilabel_margin_backward(call: Call) -> Counts:
     """Count the margin of each pair again, and both gradients where it is positive."""
     operand: Spec = call["self"]
-    return each(operand.numel * operand.sizes[-1], "sub", "add", "less", "where", "add", "sub")
+    return per_element(operand.numel * operand.sizes[-1], "sub", "add", "less", "where", "add", "sub")
 
 
 # -- connectionist temporal classification -----------------------------------------------------------------------
 
 
-def _cells(call: Call) -> Poly:
+def _table_size(call: Call) -> Poly:
     """Return the size of the forward table: times, sequences, and 2 * labels + 1 states."""
     alpha: Spec = call["log_alpha"] if "log_alpha" in call.arguments else call.results[1]
     return alpha.numel
@@ -214,44 +216,46 @@ def ctc(call: Call) -> Counts:
     Graves et al. 2006, eq. 6 and 7.
     """
     steps = ("maximum", "maximum", "sub", "exp", "sub", "exp", "sub", "exp", "add", "add", "log", "add", "add")
-    return each(_cells(call), *steps)
+    return per_element(_table_size(call), *steps)
 
 
 @rule("_ctc_loss_backward")
 def ctc_backward(call: Call) -> Counts:
     """Count the same for suffixes, their products with the prefixes, and the gradient per log-probability."""
-    return together(
-        ctc(call), each(_cells(call), "add", "exp", "add"), each(call["log_probs"].numel, "exp", "sub", "mul")
+    return combined(
+        ctc(call),
+        per_element(_table_size(call), "add", "exp", "add"),
+        per_element(call["log_probs"].numel, "exp", "sub", "mul"),
     )
 
 
 # -- pooling -----------------------------------------------------------------------------------------------------------
 
 
-def _elements(call: Call, large: Spec, small: Spec) -> Poly:
+def _all_window_elements(call: Call, large: Spec, small: Spec) -> Poly:
     """Return the element count over all windows. With `ceil_mode`, the last windows end with the padding."""
     rank = _rank(call)
-    window, stride, padding, dilation = (_of_each_axis(call, name, rank) for name in _FACTS)
+    window, stride, padding, dilation = (_per_axis(call, name, rank) for name in _WINDOW_ARGUMENTS)
     if not call.get("ceil_mode"):
         return small.numel * prod(window, start=ONE)
     axes = zip(large.sizes[-rank:], small.sizes[-rank:], window, stride or window, padding, dilation, strict=True)
-    return prod((_along(*axis) for axis in axes), start=prod(small.sizes[:-rank], start=ONE))
+    return prod((_window_elements(*axis) for axis in axes), start=prod(small.sizes[:-rank], start=ONE))
 
 
 _DEFAULTS: Mapping[str, Sequence[int]] = {"stride": [], "padding": [0], "dilation": [1]}
-_FACTS = ("kernel_size", *_DEFAULTS)
+_WINDOW_ARGUMENTS = ("kernel_size", *_DEFAULTS)
 
 
-def _of_each_axis(call: Call, name: str, rank: int) -> list[Poly]:
+def _per_axis(call: Call, name: str, rank: int) -> list[Poly]:
     """Return a window argument per axis. An empty stride means the window size."""
-    given: Sequence[Any] = _DEFAULTS[name] if call.get(name) is None else call[name]
-    return [size(n) for n in (given if len(given) != 1 else [*given] * rank)]
+    values: Sequence[Any] = _DEFAULTS[name] if call.get(name) is None else call[name]
+    return [size(n) for n in (values if len(values) != 1 else [*values] * rank)]
 
 
-def _along(n: Poly, windows: Poly, window: Poly, stride: Poly, padding: Poly, dilation: Poly) -> Poly:
+def _window_elements(n: Poly, windows: Poly, window: Poly, stride: Poly, padding: Poly, dilation: Poly) -> Poly:
     """Return the window elements along one axis. Only the last window can end beyond the padding."""
-    left = n + 2 * padding - (windows - 1) * stride
-    return (windows - 1) * window + poly(Min(window.expr, sympy.ceiling((left / dilation).expr)))
+    remaining = n + 2 * padding - (windows - 1) * stride
+    return (windows - 1) * window + poly(Min(window.expr, sympy.ceiling((remaining / dilation).expr)))
 
 
 def _rank(call: Call) -> int:
@@ -262,13 +266,13 @@ def _rank(call: Call) -> int:
       "fractional_max_pool3d", "mkldnn_max_pool2d", "mkldnn_max_pool3d")  # fmt: skip
 def pool(call: Call) -> Counts:
     """Count 1 per window element."""
-    return Counts(pointwise=_elements(call, call["self"], call.out))
+    return Counts(pointwise=_all_window_elements(call, call["self"], call.out))
 
 
 @rule("avg_pool2d_backward", "avg_pool3d_backward")
 def mean_backward(call: Call) -> Counts:
     """Count 1 per window element; the operand is not read."""
-    count = _elements(call, call["self"], call["grad_output"])
+    count = _all_window_elements(call, call["self"], call["grad_output"])
     return Counts(pointwise=count, reads=operand_bytes(call, self=ZERO))
 
 
@@ -284,28 +288,36 @@ def picked_backward(call: Call) -> Counts:
 # -- adaptive pooling --------------------------------------------------------------------------------------------
 
 
-def _reached(call: Call, whole: Poly, parts: Poly) -> Poly:
+def _total_window_size(call: Call, length: Poly, windows: Poly) -> Poly:
     """Return the summed window sizes along one axis.
 
     Window i spans floor(i*n/k) to ceil((i + 1)*n/k). Each fractional boundary lies within an element that both windows
     share, and gcd(n, k) - 1 of the k - 1 boundaries are integers.
     """
-    share = whole / parts
-    if parts == ONE or all(isinstance(c, int) and all(p > 0 for _, p in m) for m, c in share.terms.items()):
-        return whole
-    n, k = whole.constant, parts.constant
+    ratio = length / windows
+    if windows == ONE or all(isinstance(c, int) and all(p > 0 for _, p in m) for m, c in ratio.terms.items()):
+        return length
+    n, k = length.constant, windows.constant
     if isinstance(n, int) and isinstance(k, int):
-        return whole + k - gcd(n, k)
+        return length + k - gcd(n, k)
     if not isinstance(k, int):
-        raise unsupported(call, f"{parts} windows over {whole} elements", "a number of windows, or one that divides")
-    inner = (whole * i / k for i in range(1, k))
-    return whole + total(poly(sympy.ceiling(at.expr)) - poly(sympy.floor(at.expr)) for at in inner)
+        raise unsupported(
+            call,
+            f"the size of {windows} windows over {length} elements is unknown",
+            f"a constant number, or one that divides {length}",
+        )
+    boundaries = (length * i / k for i in range(1, k))
+    return length + total(
+        poly(sympy.ceiling(boundary.expr)) - poly(sympy.floor(boundary.expr)) for boundary in boundaries
+    )
 
 
 def _adaptive(call: Call, large: Spec, small: Spec) -> Counts:
     rank = _rank(call)
     axes = zip(large.sizes[-rank:], small.sizes[-rank:], strict=True)
-    return Counts(pointwise=prod((_reached(call, n, k) for n, k in axes), start=prod(small.sizes[:-rank], start=ONE)))
+    return Counts(
+        pointwise=prod((_total_window_size(call, n, k) for n, k in axes), start=prod(small.sizes[:-rank], start=ONE))
+    )
 
 
 @rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d",

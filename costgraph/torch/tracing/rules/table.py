@@ -21,12 +21,12 @@ __all__ = [
     "rule",
     "REDUCE",
     "contiguous_copy",
-    "each",
+    "per_element",
     "is_number",
     "operand_bytes",
     "product",
     "size",
-    "together",
+    "combined",
     "unsupported",
 ]
 
@@ -77,12 +77,12 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 REDUCE = Function("reduce", 1, 1, formula="an element joins a sum, a product or an extremum")
 
 
-def each(count: Poly, *steps: str | Function) -> Counts:
+def per_element(count: Poly, *steps: str | Function) -> Counts:
     """Return the cost to apply functions in turn to `count` elements; operands and results count whole."""
-    return together(applied(count, *(FUNCTIONS[s] if isinstance(s, str) else s for s in steps)))
+    return combined(applied(count, *(FUNCTIONS[s] if isinstance(s, str) else s for s in steps)))
 
 
-def together(*parts: Flops, reads: Sequence[Poly] | None = None, writes: Sequence[Poly] | None = None) -> Counts:
+def combined(*parts: Flops, reads: Sequence[Poly] | None = None, writes: Sequence[Poly] | None = None) -> Counts:
     """Return the total cost of a kernel's parts, with its bytes where they differ from whole tensors."""
     workspace = total(p.workspace for p in parts if isinstance(p, Counts))
     flops = sum(parts, start=Flops())
@@ -102,7 +102,11 @@ def product(sizes: Iterable[Any]) -> Poly:
 def contiguous_copy(t: Spec) -> Poly:
     """Return the bytes to make a tensor contiguous; 0 if it already is."""
     dense = zip(t.sizes, t.strides, contiguous(t.sizes), strict=True)
-    return ZERO if all(n == ONE or stride == wanted for n, stride, wanted in dense) else t.numel * t.dtype.bytes
+    return (
+        ZERO
+        if all(n == ONE or stride == dense_stride for n, stride, dense_stride in dense)
+        else t.numel * t.dtype.bytes
+    )
 
 
 def is_number(value: Any, number: float) -> bool:
@@ -110,15 +114,15 @@ def is_number(value: Any, number: float) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and float(value) == number
 
 
-def operand_bytes(call: Call, **instead: Poly) -> tuple[Poly, ...]:
+def operand_bytes(call: Call, **amounts: Poly) -> tuple[Poly, ...]:
     """Return the bytes read per operand: whole tensors, or the given amounts by argument name."""
-    out: list[Poly] = []
+    bytes_read: list[Poly] = []
     for name, value in call.arguments.items():
         tensors = [value] if isinstance(value, Spec) else value if isinstance(value, tuple | list) else []
-        out += [instead.get(name, t.bytes) for t in tensors if isinstance(t, Spec)]
-    return tuple(out)
+        bytes_read += [amounts.get(name, t.bytes) for t in tensors if isinstance(t, Spec)]
+    return tuple(bytes_read)
 
 
-def unsupported(call: Call, found: str, expected: str) -> UnsupportedError:
+def unsupported(call: Call, problem: str, expected: str) -> UnsupportedError:
     """Return the error for arguments that a rule does not cover."""
-    return UnsupportedError(f"aten::{call.name}.{call.overload}: {found}, expected {expected}")
+    return UnsupportedError(f"aten::{call.name}.{call.overload}: {problem}; expected {expected}")

@@ -12,7 +12,7 @@ import sympy
 
 from ....algebra.polynomial import ONE, ZERO, Poly, poly
 from ..call import Call, Counts, Spec
-from .table import Rule, each, operand_bytes, product, rule, size, together, unsupported
+from .table import Rule, combined, operand_bytes, per_element, product, rule, size, unsupported
 from .workspaces import neighbours
 
 # -- resampling --------------------------------------------------------------------------------------------------------
@@ -48,17 +48,17 @@ for _name, (_width, _axes) in _NEIGHBOURS.items():
 def nearest(call: Call) -> Counts:
     """Count no FLOPs; one operand element is read per result element, or the whole operand if it is smaller."""
     operand: Spec = call["self"] if "self" in call.arguments else call["input"]
-    larger = all(
+    upsampled = all(
         (n / k).constant is None or (n / k).constant >= 1 for n, k in zip(call.out.sizes, operand.sizes, strict=True)
     )
-    reads = None if larger else operand_bytes(call, self=call.out.numel * operand.dtype.bytes)
+    reads = None if upsampled else operand_bytes(call, self=call.out.numel * operand.dtype.bytes)
     return Counts(reads=reads)
 
 
 @rule(*(f"{name}_backward" for name in _NEAREST))
 def nearest_backward(call: Call) -> Counts:
     """Count an addition per gradient element."""
-    return each(call["grad_output"].numel, "add")
+    return per_element(call["grad_output"].numel, "add")
 
 
 # -- antialiasing ------------------------------------------------------------------------------------------------
@@ -66,19 +66,19 @@ def nearest_backward(call: Call) -> Counts:
 _FILTERS = {"_upsample_bilinear2d_aa": 2, "_upsample_bicubic2d_aa": 4, "_upsample_lanczos2d_aa": 6}
 
 
-def _taps(whole: Poly, made: Poly, width: int) -> Poly:
+def _taps(input_size: Poly, output_size: Poly, width: int) -> Poly:
     """Return the maximal number of neighbours in a filter, which is widened for downsampling."""
-    scale = whole / made
-    number = scale.constant
-    if number is not None:
-        return poly(2 * -int(-(max(number, 1) * width / 2) // 1) + 1)
+    scale = input_size / output_size
+    factor = scale.constant
+    if factor is not None:
+        return poly(2 * -int(-(max(factor, 1) * width / 2) // 1) + 1)
     return 2 * poly(sympy.ceiling(sympy.Max(1, scale.expr) * sympy.Rational(width, 2))) + 1
 
 
-def _separable(large: Spec, made: Spec, width: int) -> Poly:
+def _separable(large: Spec, result: Spec, width: int) -> Poly:
     """Return products and sums: along the last axis for all rows, then along the other one."""
     lead = prod(large.sizes[:-2], start=ONE)
-    (height, length), (rows, columns) = large.sizes[-2:], made.sizes[-2:]
+    (height, length), (rows, columns) = large.sizes[-2:], result.sizes[-2:]
     across = lead * height * columns * _taps(length, columns, width)
     return 2 * (across + lead * rows * columns * _taps(height, rows, width))
 
@@ -104,11 +104,11 @@ _COORDINATE = ("add", "mul", "sub", "div", "floor", "sub", "sub")
 _BILINEAR, _NEAREST_MODE = 0, 1
 
 
-def _places(call: Call) -> tuple[Poly, int, int]:
+def _sampled_positions(call: Call) -> tuple[Poly, int, int]:
     """Return the position count, the coordinates per position, and the mode."""
     mode = call.get("interpolation_mode") or _BILINEAR
     if mode not in (_BILINEAR, _NEAREST_MODE):
-        raise unsupported(call, f"interpolation mode {mode}", "bilinear or nearest")
+        raise unsupported(call, f"interpolation mode is {mode}", "bilinear or nearest")
     grid: Spec = call["grid"]
     return prod(grid.sizes[:-1], start=ONE), 2 if "2d" in call.name else 3, mode
 
@@ -116,13 +116,13 @@ def _places(call: Call) -> tuple[Poly, int, int]:
 @rule("grid_sampler_2d", "grid_sampler_3d", "cudnn_grid_sampler")
 def sampled(call: Call) -> Counts:
     """Count coordinates and weights per position, and a product and a sum per neighbour and element."""
-    count, axes, mode = _places(call)
+    count, axes, mode = _sampled_positions(call)
     if mode == _NEAREST_MODE:
-        return each(count * axes, *_COORDINATE[:4], "round")
+        return per_element(count * axes, *_COORDINATE[:4], "round")
     corners = 2**axes
     weights = count * (corners * (axes - 1))
-    return together(
-        each(count * axes, *_COORDINATE),
+    return combined(
+        per_element(count * axes, *_COORDINATE),
         Counts(pointwise=weights + call.out.numel * (2 * corners - 1)),
     )
 
@@ -130,15 +130,19 @@ def sampled(call: Call) -> Counts:
 @rule("grid_sampler_2d_backward", "grid_sampler_3d_backward", "cudnn_grid_sampler_backward")
 def sampled_backward(call: Call) -> Counts:
     """Count recomputed coordinates and weights, then per neighbour its gradient, and that of the position."""
-    count, axes, mode = _places(call)
+    count, axes, mode = _sampled_positions(call)
     elements = call["grad_output"].numel
-    wanted = call.get("output_mask") or (True, True)
+    mask = call.get("output_mask") or (True, True)
     if mode == _NEAREST_MODE:
-        return together(each(count * axes, *_COORDINATE[:4], "round"), each(elements, "add") if wanted[0] else Counts())
+        return combined(
+            per_element(count * axes, *_COORDINATE[:4], "round"), per_element(elements, "add") if mask[0] else Counts()
+        )
     corners = 2**axes
-    shares = elements * (2 * corners) if wanted[0] else ZERO
-    moved = elements * (corners * axes * 3) if wanted[1] else ZERO  # value * distances * gradient, added up
-    return together(each(count * axes, *_COORDINATE), Counts(pointwise=count * (corners * (axes - 1)) + shares + moved))
+    shares = elements * (2 * corners) if mask[0] else ZERO
+    moved = elements * (corners * axes * 3) if mask[1] else ZERO  # value * distances * gradient, added up
+    return combined(
+        per_element(count * axes, *_COORDINATE), Counts(pointwise=count * (corners * (axes - 1)) + shares + moved)
+    )
 
 
 @rule("affine_grid_generator")
@@ -163,14 +167,14 @@ _PARALLEL = 32
 # -- deformable convolution ----------------------------------------------------------------------------------------
 
 
-def _columns(call: Call, result: Spec) -> tuple[Poly, Poly]:
+def _sampled_elements(call: Call, result: Spec) -> tuple[Poly, Poly]:
     """Return how many elements a deformable convolution samples, in total and per column buffer."""
     operand, weight = call["input"], call["weight"]
-    images, places = operand.sizes[0], product(result.sizes[2:])
-    of_one = operand.sizes[1] * product(weight.sizes[2:]) * places
-    number = images.constant
-    together_ = images if number is None else max(n for n in range(1, _PARALLEL + 1) if not number % n) * ONE
-    return images * of_one, together_ * of_one
+    images, positions = operand.sizes[0], product(result.sizes[2:])
+    per_image = operand.sizes[1] * product(weight.sizes[2:]) * positions
+    batch = images.constant
+    buffered = images if batch is None else max(n for n in range(1, _PARALLEL + 1) if not batch % n) * ONE
+    return images * per_image, buffered * per_image
 
 
 @rule("torchvision.deform_conv2d")
@@ -180,14 +184,14 @@ def deform_conv2d(call: Call) -> Counts:
     The column buffer holds up to 32 images, a divisor of the batch, or a whole symbolic batch. The result buffer is
     copied once.
     """
-    made, weight = call.out, call["weight"]
-    sampled, columns = _columns(call, made)
+    result, weight = call.out, call["weight"]
+    sampled, columns = _sampled_elements(call, result)
     masked = sampled if call.get("use_mask") else ZERO
-    return together(
-        Counts(matmul=2 * made.numel * product(weight.sizes[1:])),
+    return combined(
+        Counts(matmul=2 * result.numel * product(weight.sizes[1:])),
         Counts(pointwise=sampled * (2 + _BILINEAR_FLOPS) + masked),
-        each(made.numel, "add"),
-        Counts(workspace=(columns + made.numel) * made.dtype.bytes),
+        per_element(result.numel, "add"),
+        Counts(workspace=(columns + result.numel) * result.dtype.bytes),
     )
 
 
@@ -198,14 +202,14 @@ def deform_conv2d_backward(call: Call) -> Counts:
     Columns are computed from the gradient for operand, offset and mask, and sampled again for the weight.
     """
     grad, weight = call["grad"], call["weight"]
-    sampled, columns = _columns(call, grad)
+    sampled, columns = _sampled_elements(call, grad)
     masked = 2 * sampled if call.get("use_mask") else ZERO
     shares = 4 * 8 * sampled  # operand: two distances and their product, times the gradient, added
     moved = 2 * (_BILINEAR_FLOPS + 2) * sampled  # offset, along each axis
-    return together(
+    return combined(
         Counts(matmul=4 * grad.numel * product(weight.sizes[1:])),
         Counts(pointwise=sampled * (2 + _BILINEAR_FLOPS) + shares + moved + masked),
-        each(grad.numel, "add"),  # bias
+        per_element(grad.numel, "add"),  # bias
         Counts(workspace=columns * grad.dtype.bytes),
     )
 
@@ -258,7 +262,7 @@ def roi_pool(call: Call) -> Counts:
 @rule("torchvision._roi_pool_backward")
 def roi_pool_backward(call: Call) -> Counts:
     """Count an addition per maximum."""
-    return each(call["grad"].numel, "add")
+    return per_element(call["grad"].numel, "add")
 
 
 @rule("torchvision._ps_roi_pool_backward")

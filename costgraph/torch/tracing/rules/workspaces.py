@@ -85,7 +85,7 @@ _BSHD = {"_scaled_dot_product_flash_attention_for_cpu_backward": ("grad_out",)}
 #: Kernels on contiguous operands that copy results with another layout.
 _DENSE_RESULTS = frozenset({"_upsample_bilinear2d_aa_backward", "gelu_backward"})
 #: Arguments made contiguous only on a CPU.
-_DENSE_ON_A_CPU: dict[str, tuple[str, ...]] = {
+_DENSE_ON_CPU: dict[str, tuple[str, ...]] = {
     "gelu_backward": ("grad_output",),
     "log_sigmoid_forward": ("self",),
     "max.default": ("self",),
@@ -93,7 +93,12 @@ _DENSE_ON_A_CPU: dict[str, tuple[str, ...]] = {
     "binary_cross_entropy_with_logits": ("self",),
 }
 #: Matmul operands, copied if BLAS does not accept their layout, whole or one matrix at a time.
-_FACTORS = {"mm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "bmm": ("self", "mat2"), "baddbmm": ("batch1", "batch2")}
+_MATMUL_OPERANDS = {
+    "mm": ("self", "mat2"),
+    "addmm": ("mat1", "mat2"),
+    "bmm": ("self", "mat2"),
+    "baddbmm": ("batch1", "batch2"),
+}
 #: Elementwise ops whose operands a CPU casts first if dtypes differ, or are integer while the result is not.
 _PROMOTED = frozenset((
     "acos", "acosh", "add", "asin", "asinh", "atan", "atan2", "atanh", "clamp", "clamp_max", "clamp_min",
@@ -103,11 +108,11 @@ _PROMOTED = frozenset((
     "rsub", "sigmoid", "sin", "sinc", "sinh", "sqrt", "sub", "tan", "tanh", "where", "xlogy",
 ))  # fmt: skip
 #: Arguments of elementwise ops that are never cast: masks.
-_WHERE = frozenset({"condition", "mask"})
+_NEVER_CAST = frozenset({"condition", "mask"})
 #: Reductions whose operand a CPU first casts to the dtype of the result.
 _SUMS = frozenset({"sum", "cumsum", "cumprod", "prod", "mean"})
 #: Temporaries as large as an operand.
-_WHOLE = {"logsumexp": "self", "native_batch_norm_backward": "input"}
+_OPERAND_SIZED = {"logsumexp": "self", "native_batch_norm_backward": "input"}
 
 
 #: Number of temporaries as large as the input, beyond the result: losses that compute each element before the
@@ -117,30 +122,30 @@ _LOSSES = {
     "soft_margin_loss_backward": 2,
 }  # fmt: skip
 #: The same without a reduction, and for gradients with class weights.
-_OF_EACH = {"binary_cross_entropy_with_logits": 1, "soft_margin_loss_backward": 2}
+_UNREDUCED_LOSSES = {"binary_cross_entropy_with_logits": 1, "soft_margin_loss_backward": 2}
 _WEIGHTED = {"binary_cross_entropy_with_logits_backward": 2}
 
 
 #: Ops whose CUDA kernels need no temporary: they accumulate in place, or in shared memory.
-_OF_A_CPU = frozenset({"native_batch_norm_backward", "native_layer_norm_backward"})
+_CPU_ONLY = frozenset({"native_batch_norm_backward", "native_layer_norm_backward"})
 
 
 def workspace_of(call: Call) -> Poly:
     """Return the bytes of a kernel's workspace for the given layouts; 0 for kernels not listed."""
     name = call.name
     operands = copied(call)
-    copies = [_copied(call.get(a), _order(call, of)) for a, of in operands.items()]
+    copies = [_copy_bytes(call.get(a), _memory_order(call, of)) for a, of in operands.items()]
     if copies_results(call) or name in _CHANNELS_LAST_OR_DENSE:
-        copies.append(_copied(call.out, _order(call, next(iter(operands.values())))))
+        copies.append(_copy_bytes(call.out, _memory_order(call, next(iter(operands.values())))))
     if name == "native_group_norm_backward" and call.device == "cpu":  # two sums per channel
         copies.append(2 * call["input"].sizes[0] * call["input"].sizes[1] * call["input"].dtype.bytes)
-    copies += [_factor(call[a]) for a in _FACTORS.get(name, ())]
+    copies += [_matrix_copy_bytes(call[a]) for a in _MATMUL_OPERANDS.get(name, ())]
     if call.device == "cpu":
-        copies.append(_casts(call))
-    if call.device != "cpu" and name in _OF_A_CPU:
+        copies.append(_cast_bytes(call))
+    if call.device != "cpu" and name in _CPU_ONLY:
         return total(copies)
-    if name in _WHOLE:
-        copies.append(_whole(call, call[_WHOLE[name]]))
+    if name in _OPERAND_SIZED:
+        copies.append(_operand_sized(call, call[_OPERAND_SIZED[name]]))
     if name == "native_layer_norm_backward" and call.get("weight") is not None:
         copies.append(2 * call["weight"].bytes)  # partial sums of both gradients per thread
     if name.startswith(("upsample_nearest", "_upsample_nearest")) and not name.endswith("_backward"):
@@ -151,7 +156,7 @@ def workspace_of(call: Call) -> Poly:
         copies.append(call["self"].bytes)  # a copy of the operand
     if name in _LOSSES or name in _WEIGHTED:
         weighted = _WEIGHTED.get(name, 0) if call.get("pos_weight") is not None else 0
-        tensors = (_LOSSES if call["reduction"] else _OF_EACH).get(name, weighted)
+        tensors = (_LOSSES if call["reduction"] else _UNREDUCED_LOSSES).get(name, weighted)
         copies.append(tensors * call["self"].numel * call["self"].dtype.bytes)
     return total(copies)
 
@@ -165,7 +170,7 @@ def copied(call: Call) -> dict[str, str]:
     if call.name == "gelu_backward" and (call["approximate"] != "none" or contiguous_copy(call["self"])):
         return {}  # not computed by oneDNN
     names = (call.name, f"{call.name}.{call.overload}")
-    tables = (_DENSE, *((_DENSE_ON_A_CPU,) if call.device == "cpu" else ()))
+    tables = (_DENSE, *((_DENSE_ON_CPU,) if call.device == "cpu" else ()))
     dense = {a: "" for table in tables for name in names for a in table.get(name, ())}
     of, others = (_IN_FORMAT_OF | _CHANNELS_LAST_OR_DENSE).get(call.name, ("", ()))
     dense |= dict.fromkeys(_BSHD.get(call.name, ()), "bshd")
@@ -174,7 +179,7 @@ def copied(call: Call) -> dict[str, str]:
 
 def copies_matmul_operands(call: Call) -> bool:
     """Whether a kernel is a matrix product, which copies operands whose layout BLAS does not accept."""
-    return call.name in _FACTORS
+    return call.name in _MATMUL_OPERANDS
 
 
 def copies_results(call: Call) -> bool:
@@ -187,10 +192,10 @@ def neighbours(call: Call, taps: int) -> Poly:
 
     For channels-last tensors only the cubic kernel builds it.
     """
-    made = call.out
-    if taps < 4 and made.strides[1] == ONE and made.sizes[1] != ONE:
+    out = call.out
+    if taps < 4 and out.strides[1] == ONE and out.sizes[1] != ONE:
         return ZERO
-    return total(made.sizes[2:]) * (taps * (8 + made.dtype.bytes))
+    return total(out.sizes[2:]) * (taps * (8 + out.dtype.bytes))
 
 
 def overlapping(call: Call) -> bool:
@@ -198,50 +203,50 @@ def overlapping(call: Call) -> bool:
     return any(size(k) != s and size(k) != ONE for k, s in zip(call["kernel_size"], call["stride"], strict=True))
 
 
-def _casts(call: Call) -> Poly:
+def _cast_bytes(call: Call) -> Poly:
     """Return the bytes of operands cast to the dtype in which a CPU kernel computes."""
     if call.name in _SUMS:
         dtype, operands = call.out.dtype, [call["self"]]
     elif call.name in _PROMOTED:
-        operands = [t for k, t in call.arguments.items() if isinstance(t, Spec) and k not in _WHERE and t.sizes]
-        dtype = _common(call, operands)
+        operands = [t for k, t in call.arguments.items() if isinstance(t, Spec) and k not in _NEVER_CAST and t.sizes]
+        dtype = _computation_dtype(call, operands)
     else:
         return ZERO
     return total(t.numel * dtype.bytes for t in operands if t.dtype != dtype)
 
 
-def _common(call: Call, operands: Sequence[Spec]) -> DType:
+def _computation_dtype(call: Call, operands: Sequence[Spec]) -> DType:
     """Return the dtype in which an elementwise op computes."""
     if not operands or (call.out.dtype.kind != "bool" and not call.inplace):
         return call.out.dtype
-    found = reduce(promote, (t.dtype for t in operands))
+    promoted = reduce(promote, (t.dtype for t in operands))
     floats = any(isinstance(v, float) for v in call.arguments.values())
-    return found if found.kind in ("float", "complex") or not floats else find_dtype("fp32")
+    return promoted if promoted.kind in ("float", "complex") or not floats else find_dtype("fp32")
 
 
-def _whole(call: Call, operand: Spec) -> Poly:
+def _operand_sized(call: Call, operand: Spec) -> Poly:
     grad: Spec | None = call.get("grad_out")
-    if grad is not None and any(_copied(t, memory_format(t.sizes, t.strides)) for t in (grad, operand)):
+    if grad is not None and any(_copy_bytes(t, memory_format(t.sizes, t.strides)) for t in (grad, operand)):
         return ZERO  # batch norm has another kernel for noncontiguous tensors
     return operand.numel * operand.dtype.bytes
 
 
-def _order(call: Call, of: str) -> tuple[int, ...] | None:
+def _memory_order(call: Call, of: str) -> tuple[int, ...] | None:
     """Return the memory order of axes in which a kernel computes, None for contiguous."""
     if not of or of == "bshd":
         return (0, 2, 1, 3) if of else None
     order = memory_format(call[of].sizes, call[of].strides)
-    return None if call.name in _CHANNELS_LAST_OR_DENSE and _copied(call[of], order) else order
+    return None if call.name in _CHANNELS_LAST_OR_DENSE and _copy_bytes(call[of], order) else order
 
 
-def _copied(t: Spec | None, order: Sequence[int] | None) -> Poly:
+def _copy_bytes(t: Spec | None, order: Sequence[int] | None) -> Poly:
     """Return the bytes of a copy in a given memory order; 0 if the tensor has that order, or is missing."""
     if t is None:
         return ZERO
-    lies = is_contiguous_in(t.sizes, t.strides, range(len(t.sizes)) if order is None else order)
-    return ZERO if lies else t.numel * t.dtype.bytes
+    has_order = is_contiguous_in(t.sizes, t.strides, range(len(t.sizes)) if order is None else order)
+    return ZERO if has_order else t.numel * t.dtype.bytes
 
 
-def _factor(t: Spec) -> Poly:
+def _matrix_copy_bytes(t: Spec) -> Poly:
     """Return the bytes to copy one matrix if BLAS does not accept its layout."""
     return ZERO if has_blas_layout(t.sizes, t.strides) else t.sizes[-2] * t.sizes[-1] * t.dtype.bytes

@@ -23,20 +23,20 @@ from .table import translation
 
 __all__ = [
     "elementwise",
-    "own_numbers",
-    "bent",
+    "nondefault_parameters",
+    "smooth_l1",
     "entropy",
     "gated",
     "log_sigmoid",
     "margin",
-    "squared",
+    "mse_loss",
 ]
 
 
 # -- elementwise -------------------------------------------------------------------------------------------------------
 
 #: Comparisons: the library's function, and whether its operands are exchanged.
-_COMPARED = {"lt": ("less", False), "le": ("less_equal", False), "gt": ("less", True), "ge": ("less_equal", True),
+_COMPARISONS = {"lt": ("less", False), "le": ("less_equal", False), "gt": ("less", True), "ge": ("less_equal", True),
              "ne": ("ne", False)}  # fmt: skip
 #: Sums: the plain function, the function with a factor, and the factor's argument.
 _SCALED: dict[str, tuple[str | Function, Function, str]] = {
@@ -47,7 +47,7 @@ _SCALED: dict[str, tuple[str | Function, Function, str]] = {
 
 
 #: Default parameters of the library's functions; other values define a separate function.
-_NUMBERS: dict[str, dict[str, float]] = {
+_DEFAULTS: dict[str, dict[str, float]] = {
     "leaky_relu": {"negative_slope": 0.01}, "elu": {"alpha": 1, "scale": 1, "input_scale": 1}, "celu": {"alpha": 1},
     "softplus": {"beta": 1, "threshold": 20}, "hardtanh": {"min_val": 0, "max_val": 6},
 }  # fmt: skip
@@ -67,9 +67,9 @@ _OF_SINC: Any = (
 _QUOTIENT: Any = ("div", "a", "b")
 
 
-def _chosen(less: str, more: str) -> tuple[Any, Any]:
+def _extremum_gradients(smaller: str, larger: str) -> tuple[Any, Any]:
     """Return the gradients of `fmax` or `fmin`: the first operand gets it where it is chosen, or b is NaN."""
-    first = ("ne_", ("less_equal", less, more), ("ne", "b", "b"))  # never both true
+    first = ("ne_", ("less_equal", smaller, larger), ("ne", "b", "b"))  # never both true
     return ("masked_fill", _G, ("logical_not_", first)), ("masked_fill", _G, first)
 
 
@@ -117,8 +117,8 @@ _GRADIENTS: dict[str, tuple[Any, ...]] = {
             "where", ("less", _QUOTIENT, 0), ("neg", ("floor", ("neg", _QUOTIENT))), ("floor", _QUOTIENT),
         ))),
     ),
-    "fmax": _chosen("b", "a"),
-    "fmin": _chosen("a", "b"),
+    "fmax": _extremum_gradients("b", "a"),
+    "fmin": _extremum_gradients("a", "b"),
     "tan": (("mul", _G, ("add", ("square", "y"), 1)),),
     **dict.fromkeys(("ceil", "trunc", "floor_divide"), (None,)),
 }  # fmt: skip
@@ -128,12 +128,12 @@ _GRADIENTS: dict[str, tuple[Any, ...]] = {
 _OTHER_GRADIENTS = frozenset({"fmax", "fmin"})
 
 
-def _beyond(bound: float, where: Any = "a") -> tuple[Any]:
+def _zero_up_to(bound: float, where: Any = "a") -> tuple[Any]:
     """Return the gradient of a function that is constant up to a bound."""
     return (("one", ("where", ("less_equal", where, bound), 0, _G)),)
 
 
-def _of_elu(alpha: float, scale: float = 1, input_scale: float = 1) -> tuple[Any]:
+def _elu_gradient(alpha: float, scale: float = 1, input_scale: float = 1) -> tuple[Any]:
     def times(x: Any, number: float) -> Any:
         return x if number == 1 else ("mul", x, number)
 
@@ -142,10 +142,10 @@ def _of_elu(alpha: float, scale: float = 1, input_scale: float = 1) -> tuple[Any
 
 
 #: Gradients of functions with parameters.
-_SLOPES: dict[str, Callable[[Call], tuple[Any]]] = {
-    "celu": lambda call: _of_elu(call["alpha"], input_scale=1 / call["alpha"]),
-    "elu": lambda call: _of_elu(call["alpha"], call["scale"], call["input_scale"]),
-    "hardshrink": lambda call: _beyond(call["lambd"], ("abs", "a")),
+_PARAMETRIC_GRADIENTS: dict[str, Callable[[Call], tuple[Any]]] = {
+    "celu": lambda call: _elu_gradient(call["alpha"], input_scale=1 / call["alpha"]),
+    "elu": lambda call: _elu_gradient(call["alpha"], call["scale"], call["input_scale"]),
+    "hardshrink": lambda call: _zero_up_to(call["lambd"], ("abs", "a")),
     "hardtanh": lambda call: (
         ("one", ("where", ("logical_and", ("less", call["min_val"], "a"), ("less", "a", call["max_val"])), _G, 0)),
     ),
@@ -161,22 +161,24 @@ _SLOPES: dict[str, Callable[[Call], tuple[Any]]] = {
             ),
         ),
     ),
-    "softshrink": lambda call: _beyond(call["lambd"], ("abs", "a")),
-    "threshold": lambda call: _beyond(call["threshold"]),
+    "softshrink": lambda call: _zero_up_to(call["lambd"], ("abs", "a")),
+    "threshold": lambda call: _zero_up_to(call["threshold"]),
 }
 
 
 def _gradient(call: Call, arity: int) -> tuple[Any, ...] | None:
     """Return the gradient per tensor operand; None if unknown for this many operands."""
     name = call.name.strip("_")
-    if name in _SLOPES:
+    if name in _PARAMETRIC_GRADIENTS:
         return (
-            _SLOPES[name](call) if all(isinstance(v, int | float) for v in list(call.arguments.values())[1:]) else None
+            _PARAMETRIC_GRADIENTS[name](call)
+            if all(isinstance(v, int | float) for v in list(call.arguments.values())[1:])
+            else None
         )
-    found = _GRADIENTS.get(name, ())
-    if len(found) > arity and isinstance(call.get("self"), Tensor):  # the other operands are numbers
-        found = tuple(e for e in found[:arity] if not {*names_in(e)} & {*"abcd"[arity:]})
-    return found if len(found) == arity else None
+    gradients = _GRADIENTS.get(name, ())
+    if len(gradients) > arity and isinstance(call.get("self"), Tensor):  # the other operands are numbers
+        gradients = tuple(e for e in gradients[:arity] if not {*names_in(e)} & {*"abcd"[arity:]})
+    return gradients if len(gradients) == arity else None
 
 
 def _is_operand(value: Any) -> bool:
@@ -187,17 +189,17 @@ def _operands(call: Call) -> list[Any]:
     return [v for v in call.arguments.values() if _is_operand(v)]
 
 
-def _applied(call: Call, function: str | Function, operands: Sequence[Any]) -> Tensor | None:
+def _apply(call: Call, function: str | Function, operands: Sequence[Any]) -> Tensor | None:
     """Apply a function with the call's in-place flag and result dtype."""
     record = FUNCTIONS[function] if isinstance(function, str) else function
     if call.inplace and not isinstance(operands[0], Tensor):
         return None
-    common = {t.dtype for t in operands if isinstance(t, Tensor)}
-    plain = common == {call.out.dtype} or (record.result == "bool" and call.out.dtype.name == "bool")
-    return pointwise(record, *operands, inplace=call.inplace, dtype=None if plain else call.out.dtype)
+    dtypes = {t.dtype for t in operands if isinstance(t, Tensor)}
+    has_result_dtype = dtypes == {call.out.dtype} or (record.result == "bool" and call.out.dtype.name == "bool")
+    return pointwise(record, *operands, inplace=call.inplace, dtype=None if has_result_dtype else call.out.dtype)
 
 
-def _named(call: Call, steps: Sequence[str | Function]) -> Function | str:
+def _function_of(call: Call, steps: Sequence[str | Function]) -> Function | str:
     """Return one function for the steps that a kernel applies to each element."""
     tensors = [v for v in call.arguments.values() if isinstance(v, Tensor)]
     if (
@@ -208,9 +210,9 @@ def _named(call: Call, steps: Sequence[str | Function]) -> Function | str:
         grad = _gradient(call, len(tensors)) if call.name in _OTHER_GRADIENTS else None
         return steps[0] if grad is None else replace(FUNCTIONS[steps[0]], grad=grad)
     records = [FUNCTIONS[s] if isinstance(s, str) else s for s in steps]
-    flops, hard = sum(f.flops for f in records), sum(f.transcendentals for f in records)
+    flops, transcendentals = sum(f.flops for f in records), sum(f.transcendentals for f in records)
     name, arity = call.name.strip("_"), len(tensors)
-    return Function(name, arity, flops, hard, grad=_gradient(call, arity))
+    return Function(name, arity, flops, transcendentals, grad=_gradient(call, arity))
 
 
 # other ops are tagged as pointwise by torch
@@ -221,24 +223,26 @@ def elementwise(call: Call) -> Tensor | None:
     """Translate into the library's function, or into the kernel's steps."""
     if len(call.results) != 1 or any(isinstance(v, tuple) for v in call.arguments.values()):
         return None
-    function = _named(call, steps_of(call.name))
+    function = _function_of(call, steps_of(call.name))
     tensors = [v for v in call.arguments.values() if isinstance(v, Tensor)]
     arity = FUNCTIONS[function].arity if isinstance(function, str) else function.arity
     operands = tensors if arity == len(tensors) else _operands(call)
     if not tensors or len(operands) != arity:
         return None
-    own = own_numbers(call, operands)
-    if own and isinstance(function, str):
-        numbers = re.sub(r"\W", "_", "_".join(f"{k}_{v}" for k, v in own.items()))
+    parameters = nondefault_parameters(call, operands)
+    if parameters and isinstance(function, str):
+        numbers = re.sub(r"\W", "_", "_".join(f"{k}_{v}" for k, v in parameters.items()))
         function = replace(FUNCTIONS[function], name=f"{function}_{numbers}", grad=_gradient(call, arity))
-    return _applied(call, function, operands)
+    return _apply(call, function, operands)
 
 
-def own_numbers(call: Call, operands: Sequence[Any]) -> dict[str, int | float | Poly]:
+def nondefault_parameters(call: Call, operands: Sequence[Any]) -> dict[str, int | float | Poly]:
     """Return a call's parameters that are neither operands nor the library function's defaults."""
-    stated = _NUMBERS.get(call.name) or _NUMBERS.get(call.name.removesuffix("_backward"), {})
-    given = {k: v for k, v in call.arguments.items() if isinstance(v, int | float | Poly) and v is not False}
-    return {k: v for k, v in given.items() if not any(v is o for o in operands) and not is_number(v, stated.get(k, 0))}
+    defaults = _DEFAULTS.get(call.name) or _DEFAULTS.get(call.name.removesuffix("_backward"), {})
+    numbers = {k: v for k, v in call.arguments.items() if isinstance(v, int | float | Poly) and v is not False}
+    return {
+        k: v for k, v in numbers.items() if not any(v is o for o in operands) and not is_number(v, defaults.get(k, 0))
+    }
 
 
 @translation("masked_fill")
@@ -246,26 +250,26 @@ def filled(call: Call) -> Tensor | Sequence[Tensor | None] | None:
     """Translate `masked_fill` with a number."""
     if call.inplace or not isinstance(call["value"], int | float) or is_number(call["value"], 0):
         return elementwise(call)
-    return _applied(call, "where", [call["mask"], call["value"], call["self"]])
+    return _apply(call, "where", [call["mask"], call["value"], call["self"]])
 
 
-@translation(*_COMPARED)
+@translation(*_COMPARISONS)
 def compared(call: Call) -> Tensor | None:
     """Translate a comparison."""
-    function, turned = _COMPARED[call.name]
+    function, swapped = _COMPARISONS[call.name]
     operands = [call["self"], call["other"]]
-    return _applied(call, function, operands[::-1] if turned else operands)
+    return _apply(call, function, operands[::-1] if swapped else operands)
 
 
 @translation(*_SCALED)
 def added(call: Call) -> Tensor | None:
     """Translate a sum, possibly with a scaled operand."""
-    plain, scaled, name = _SCALED[call.name]
+    unscaled, scaled, name = _SCALED[call.name]
     factor = call.get(name)
     operands = [v for k, v in call.arguments.items() if k != name and _is_operand(v)]
     if factor is None or is_number(factor, 1):
-        return _applied(call, plain, operands)
-    return _applied(call, scaled, [operands[0], factor, *operands[1:]]) if _is_operand(factor) else None
+        return _apply(call, unscaled, operands)
+    return _apply(call, scaled, [operands[0], factor, *operands[1:]]) if _is_operand(factor) else None
 
 
 @translation("sub", "rsub")
@@ -275,8 +279,8 @@ def subtracted(call: Call) -> Tensor | None:
     if call.name == "rsub":
         a, b = b, a
     if factor is None or is_number(factor, 1):
-        return _applied(call, "sub", [a, b])
-    return _applied(call, ADD_SCALED, [a, -factor, b]) if _is_operand(factor) else None
+        return _apply(call, "sub", [a, b])
+    return _apply(call, ADD_SCALED, [a, -factor, b]) if _is_operand(factor) else None
 
 
 @translation("div")
@@ -284,24 +288,26 @@ def divided(call: Call) -> Tensor | None:
     """Translate a quotient, possibly rounded."""
     operands = [call["self"], call["other"]]
     if call.get("rounding_mode") is None:
-        return _applied(call, "div", operands)
+        return _apply(call, "div", operands)
     tensors = [v for v in operands if isinstance(v, Tensor)]
-    return _applied(call, Function("rounded_quotient", len(tensors), 2, grad=(None,) * len(tensors)), tensors)
+    return _apply(call, Function("rounded_quotient", len(tensors), 2, grad=(None,) * len(tensors)), tensors)
 
 
 @translation("max.other", "min.other")
 def extremum(call: Call) -> Tensor | None:
     """Translate `max` or `min` with two operands."""
-    return _applied(call, "maximum" if call.name == "max" else "minimum", [call["self"], call["other"]])
+    return _apply(call, "maximum" if call.name == "max" else "minimum", [call["self"], call["other"]])
 
 
 @translation("gelu", "gelu_backward")
 def gelu(call: Call) -> Tensor | None:
     """Translate GELU by its approximation."""
     (name,) = gelu_steps(call["approximate"])
-    back = call.name == "gelu_backward"
-    return _applied(
-        call, f"{name}_backward" if back else name, [call["grad_output"], call["self"]] if back else [call["self"]]
+    is_backward = call.name == "gelu_backward"
+    return _apply(
+        call,
+        f"{name}_backward" if is_backward else name,
+        [call["grad_output"], call["self"]] if is_backward else [call["self"]],
     )
 
 
@@ -311,19 +317,21 @@ def power(call: Call) -> Tensor | None:
     number = call["exponent"]
     steps = power_steps(number)
     if not isinstance(number, int | float) or number == 1:
-        return _applied(call, steps[0], [call["self"], number] if steps == ("pow",) else [call["self"]])
-    less: Any = "a"  # the power with an exponent one less, in its steps
+        return _apply(call, steps[0], [call["self"], number] if steps == ("pow",) else [call["self"]])
+    lower_power: Any = "a"  # the power with an exponent one less, in its steps
     for step in power_steps(number - 1):
-        less = (step, less, number - 1) if step == "pow" else (step, less)
-    less = ("one", less) if len(power_steps(number - 1)) > 1 else less
-    slope = (("mul", _G, ("conj", ("mul", number, less))),)
+        lower_power = (step, lower_power, number - 1) if step == "pow" else (step, lower_power)
+    lower_power = ("one", lower_power) if len(power_steps(number - 1)) > 1 else lower_power
+    slope = (("mul", _G, ("conj", ("mul", number, lower_power))),)
     if steps == ("pow",):
-        return _applied(call, replace(FUNCTIONS["pow"], grad=(*slope, None)), [call["self"], number])
+        return _apply(call, replace(FUNCTIONS["pow"], grad=(*slope, None)), [call["self"], number])
     if len(steps) == 1:
-        return _applied(call, replace(FUNCTIONS[steps[0]], grad=slope), [call["self"]])
+        return _apply(call, replace(FUNCTIONS[steps[0]], grad=slope), [call["self"]])
     records = [FUNCTIONS[s] for s in steps]
-    made = Function("power", 1, sum(f.flops for f in records), sum(f.transcendentals for f in records), grad=slope)
-    return _applied(call, replace(made, result="float") if call.out.dtype.kind == "float" else made, [call["self"]])
+    function = Function("power", 1, sum(f.flops for f in records), sum(f.transcendentals for f in records), grad=slope)
+    return _apply(
+        call, replace(function, result="float") if call.out.dtype.kind == "float" else function, [call["self"]]
+    )
 
 
 @translation("clamp", "clamp_min", "clamp_max")
@@ -331,15 +339,15 @@ def clamped(call: Call) -> Tensor | None:
     """Translate a clamp; at a bound, elements get the full gradient, where `maximum` halves it."""
     low, high = call.get("min"), call.get("max")
     if (low is None) != (high is None):
-        name, (less, more) = ("maximum", ("b", "a")) if high is None else ("minimum", ("a", "b"))
-        slopes = ("where", ("less_equal", less, more), "g", 0), ("where", ("less", more, less), "g", 0)
-        return _applied(call, replace(FUNCTIONS[name], grad=slopes), [call["self"], low if high is None else high])
+        name, (smaller, larger) = ("maximum", ("b", "a")) if high is None else ("minimum", ("a", "b"))
+        slopes = ("where", ("less_equal", smaller, larger), "g", 0), ("where", ("less", larger, smaller), "g", 0)
+        return _apply(call, replace(FUNCTIONS[name], grad=slopes), [call["self"], low if high is None else high])
     tensors = [v for v in (call["self"], low, high) if isinstance(v, Tensor)]
     if len(tensors) == 3:
-        return _applied(call, _BETWEEN, tensors)
-    inside = ("logical_and_", ("less_equal", low, "a"), ("less_equal", "a", high))
-    slope = (("where", inside, "g", 0),) if len(tensors) == 1 else None
-    return _applied(call, Function("clamp_between", len(tensors), 2, grad=slope), tensors)
+        return _apply(call, _BETWEEN, tensors)
+    in_range = ("logical_and_", ("less_equal", low, "a"), ("less_equal", "a", high))
+    slope = (("where", in_range, "g", 0),) if len(tensors) == 1 else None
+    return _apply(call, Function("clamp_between", len(tensors), 2, grad=slope), tensors)
 
 
 #: A bound gets the gradient where it is the result, which includes a lower bound below the upper one.
@@ -356,43 +364,47 @@ _BETWEEN = Function("clamp_between", 3, 2, grad=(
 _REDUCTIONS = (None, "mean", "sum")
 
 
-def _reduced(call: Call, each: Tensor) -> Tensor:
+def _reduce_loss(call: Call, losses: Tensor) -> Tensor:
     """Reduce an elementwise loss."""
     operation = _REDUCTIONS[call["reduction"]]
-    return each if operation is None else reduce(each, f"{' '.join(f'a{i}' for i in range(each.ndim))} -> ", operation)
+    return (
+        losses
+        if operation is None
+        else reduce(losses, f"{' '.join(f'a{i}' for i in range(losses.ndim))} -> ", operation)
+    )
 
 
-def _is_alike(x: Tensor, target: Tensor) -> bool:
+def _same_shape(x: Tensor, target: Tensor) -> bool:
     """Whether input and target have the same shape."""
     return x.ndim == target.ndim and all(map(x.graph.same, x.sizes, target.sizes))
 
 
 def _difference(call: Call) -> Tensor | None:
     x, target = call["self"], call["target"]
-    return pointwise("sub", x, target) if x.dtype == target.dtype and _is_alike(x, target) else None
+    return pointwise("sub", x, target) if x.dtype == target.dtype and _same_shape(x, target) else None
 
 
 @translation("mse_loss")
-def squared(call: Call) -> Tensor | None:
+def mse_loss(call: Call) -> Tensor | None:
     """Translate into squared differences."""
-    apart = _difference(call)
-    return None if apart is None else _reduced(call, pointwise("square", apart))
+    difference = _difference(call)
+    return None if difference is None else _reduce_loss(call, pointwise("square", difference))
 
 
 @translation("smooth_l1_loss", "huber_loss")
-def bent(call: Call) -> Tensor | None:
+def smooth_l1(call: Call) -> Tensor | None:
     """Translate into squares of small differences and linear large ones; the gradient is bounded."""
-    apart, huber = _difference(call), call.name == "huber_loss"
+    difference, huber = _difference(call), call.name == "huber_loss"
     bound = float(call["delta"] if huber else call["beta"])
-    if apart is None or not bound:
+    if difference is None or not bound:
         return None
     slope: Any = ("minimum", ("maximum", "a", -bound), bound)
-    made = Function(
+    function = Function(
         f"{call.name}_{bound:g}".translate(str.maketrans(".-", "__")), 1, 7 if huber else 6,
         formula="x*x / 2 where x is small, else |x|",
         grad=(("mul", "g", slope if huber else ("div", slope, bound)),),
     )  # fmt: skip
-    return _reduced(call, pointwise(made, apart))
+    return _reduce_loss(call, pointwise(function, difference))
 
 
 #: Binary cross entropy from a probability or a logit: its steps, and torch's gradients for both operands.
@@ -414,33 +426,37 @@ _ENTROPIES: dict[str, tuple[Sequence[str], tuple[Any, ...]]] = {
 @translation(*_ENTROPIES)
 def entropy(call: Call) -> Tensor | None:
     """Translate binary cross entropy, with optional positive-class and element weights."""
-    x, target, share, weight = call["self"], call["target"], call.get("pos_weight"), call.get("weight")
-    if not _is_alike(x, target):
+    x, target, pos_weight, weight = call["self"], call["target"], call.get("pos_weight"), call.get("weight")
+    if not _same_shape(x, target):
         return None
     steps, slopes = _ENTROPIES[call.name]
     operands, formula = [x, target], "-(t * log(p) + (1 - t) * log(1 - p))"
-    if share is not None:  # 1 + (w - 1) * t instead of 1
-        once: Any = ("mul", "c", "b")
-        slope = ("mul_", ("sub_", ("mul_", ("sub_", ("add", once, 1), "b"), ("sigmoid", "a")), once), "g")
-        steps, slopes, operands = (*steps, "sub", "mul", "add", "mul"), (slope, None, None), [x, target, share]
+    if pos_weight is not None:  # 1 + (w - 1) * t instead of 1
+        weighted_target: Any = ("mul", "c", "b")
+        slope = (
+            "mul_",
+            ("sub_", ("mul_", ("sub_", ("add", weighted_target, 1), "b"), ("sigmoid", "a")), weighted_target),
+            "g",
+        )
+        steps, slopes, operands = (*steps, "sub", "mul", "add", "mul"), (slope, None, None), [x, target, pos_weight]
         formula = "-(w * t * log(p) + (1 - t) * log(1 - p))"
     records = [FUNCTIONS[s] for s in steps]
-    flops, hard = sum(f.flops for f in records), sum(f.transcendentals for f in records)
-    made = Function(call.name, len(operands), flops, hard, "float", formula, slopes)
-    each = pointwise(made, *operands)
-    return _reduced(call, each if weight is None else pointwise("mul", each, weight))
+    flops, transcendentals = sum(f.flops for f in records), sum(f.transcendentals for f in records)
+    function = Function(call.name, len(operands), flops, transcendentals, "float", formula, slopes)
+    losses = pointwise(function, *operands)
+    return _reduce_loss(call, losses if weight is None else pointwise("mul", losses, weight))
 
 
 @translation("soft_margin_loss")
 def margin(call: Call) -> Tensor | None:
     """Translate into log(1 + exp(-t * x))."""
     x, target = call["self"], call["target"]
-    if not _is_alike(x, target):
+    if not _same_shape(x, target):
         return None
     odds: Any = ("call", ("exp", ("mul", ("neg", "b"), "a")))
     slope: Any = ("mul_", ("div_", ("mul_", ("mul", "b", odds), -1), ("add_", odds, 1)), "g")
-    made = Function("soft_margin_loss", 2, 2, 2, "float", "log(1 + exp(-t * x))", (slope, None))
-    return _reduced(call, pointwise(made, x, target))
+    function = Function("soft_margin_loss", 2, 2, 2, "float", "log(1 + exp(-t * x))", (slope, None))
+    return _reduce_loss(call, pointwise(function, x, target))
 
 
 @translation("log_sigmoid_forward")

@@ -34,10 +34,10 @@ __all__ = [
     "layer_norm",
     "nll",
     "root_norm",
-    "soft",
-    "like",
-    "pulled",
-    "stated",
+    "softmax_kernel",
+    "spec_of",
+    "stated_with_gradient",
+    "stated_kernel",
 ]
 
 
@@ -45,14 +45,14 @@ __all__ = [
 
 
 @translation("_softmax", "_log_softmax")
-def soft(call: Call) -> Tensor | None:
+def softmax_kernel(call: Call) -> Tensor | None:
     """Translate into a softmax, or its logarithm, along an axis."""
     x: Tensor = call["self"]
     if call.get("half_to_float"):
         x = cast(x, "fp32")
     row = x if x.ndim else reshape(x, (ONE,))
-    made = (softmax if call.name == "_softmax" else log_softmax)(row, call["dim"])
-    return made if x.ndim else reshape(made, ())
+    out = (softmax if call.name == "_softmax" else log_softmax)(row, call["dim"])
+    return out if x.ndim else reshape(out, ())
 
 
 @translation("_safe_softmax")
@@ -65,13 +65,13 @@ def safe_softmax(call: Call) -> Tensor | None:
     rows = " ".join("1" if i == dim % x.ndim else n for i, n in enumerate(names))
 
     def body(x: Tensor) -> Tensor:
-        hidden = reduce(pointwise("eq", x, float("-inf")), f"{' '.join(names)} -> {rows}", "all")
-        return pointwise("masked_fill", softmax(x, dim), hidden)
+        masked_rows = reduce(pointwise("eq", x, float("-inf")), f"{' '.join(names)} -> {rows}", "all")
+        return pointwise("masked_fill", softmax(x, dim), masked_rows)
 
     return one_kernel("safe_softmax", body, x, backward="softmax")
 
 
-def _rows(x: Tensor, count: int) -> tuple[str, str]:
+def _row_patterns(x: Tensor, count: int) -> tuple[str, str]:
     """Return patterns that reduce the last axes, keeping size 1."""
     names = [f"a{i}" for i in range(x.ndim)]
     return " ".join(names), " ".join((*names[: x.ndim - count], *("1" for _ in range(count))))
@@ -83,12 +83,12 @@ def layer_norm(call: Call) -> tuple[Tensor, ...] | None:
     x, weight, bias = call["input"], call.get("weight"), call.get("bias")
     if any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
         return None
-    names, kept = _rows(x, len(call["normalized_shape"]))
-    y, *statistics = normalised(x, f"{names} -> {kept}", weight, bias, epsilon=call.get("eps") or 0.0)
-    return y, *_in_format(call, statistics)
+    names, reduced = _row_patterns(x, len(call["normalized_shape"]))
+    y, *statistics = normalised(x, f"{names} -> {reduced}", weight, bias, epsilon=call.get("eps") or 0.0)
+    return y, *_in_kernel_dtypes(call, statistics)
 
 
-def _in_format(call: Call, statistics: Sequence[Tensor]) -> list[Tensor]:
+def _in_kernel_dtypes(call: Call, statistics: Sequence[Tensor]) -> list[Tensor]:
     """Cast statistics to the dtypes that torch's kernel returns."""
     formats = [spec.dtype for spec in call.results[1:]] or [t.dtype for t in statistics]
     return [cast(t, dtype) for t, dtype in zip(statistics, formats, strict=False)]
@@ -98,9 +98,9 @@ def _in_format(call: Call, statistics: Sequence[Tensor]) -> list[Tensor]:
 def root_norm(call: Call) -> tuple[Tensor, ...]:
     """Translate into an RMS norm that also returns the reciprocal root mean square per row."""
     x = call["input"]
-    names, kept = _rows(x, len(call["normalized_shape"]))
-    y, scale = of_root(x, f"{names} -> {kept}", call.get("weight"), epsilon=call.get("eps") or 0.0)
-    return y, *_in_format(call, [scale])
+    names, reduced = _row_patterns(x, len(call["normalized_shape"]))
+    y, scale = of_root(x, f"{names} -> {reduced}", call.get("weight"), epsilon=call.get("eps") or 0.0)
+    return y, *_in_kernel_dtypes(call, [scale])
 
 
 @translation("native_group_norm")
@@ -110,7 +110,7 @@ def group_norm(call: Call) -> tuple[Tensor, ...] | None:
     if any(t is not None and t.dtype != x.dtype for t in params):
         return None
     y, *statistics = of_groups(x, poly(call["group"]), params, epsilon=call.get("eps") or 0.0)
-    return y, *_in_format(call, statistics)
+    return y, *_in_kernel_dtypes(call, statistics)
 
 
 @translation("native_batch_norm", "_native_batch_norm_legit_no_training")
@@ -124,12 +124,12 @@ def batch_norm(call: Call) -> tuple[Tensor | None, ...] | None:
         mean, variance = running
         return None if None in running else (of_running(x, mean, variance, params, epsilon=call["eps"]), None, None)
     y, average, spread, scale = of_the_batch(x, params, epsilon=call["eps"])
-    moved = [
+    updated = [
         pointwise("lerp", old, new, call["momentum"], inplace=True, dtype=old.dtype)
         for old, new in zip(running, (average, spread), strict=True)
         if old is not None and "momentum" in call.arguments
     ]
-    return y, *_in_format(call, (average, scale)), *moved
+    return y, *_in_kernel_dtypes(call, (average, scale)), *updated
 
 
 #: For each kernel: layout of the logsumexp, its returned view and result index, and seed shapes.
@@ -144,17 +144,17 @@ _LAYOUTS: dict[str, tuple[str, str, int, tuple[tuple[int, ...], ...]]] = {
 @translation(*_LAYOUTS)
 def attention(call: Call) -> list[Tensor | None] | None:
     """Translate into fused attention that also returns the logsumexp per row, and placeholder seeds."""
-    pattern, seen, place, seeds = _LAYOUTS[call.name]
+    pattern, view_pattern, index, seeds = _LAYOUTS[call.name]
     mask = call.get("attn_mask") or call.get("attn_bias")
-    found = attended(call, call["query"], call["key"], call["value"], mask)
-    if found is None:
+    fused_attention = attended(call, call["query"], call["key"], call["value"], mask)
+    if fused_attention is None:
         return None
-    y, op = found
+    y, op = fused_attention
     assert op.body is not None
     with building(op.body):
-        kept = [rearrange(row_sums(op)[1], pattern), *(fill(sizes, 0, "int64") for sizes in seeds)]
-    sums, *states = map(op.body.export, kept)
-    return [y, rearrange(sums, seen) if seen else sums, *(None for _ in range(place - 2)), *states]
+        extra_results = [rearrange(row_sums(op)[1], pattern), *(fill(sizes, 0, "int64") for sizes in seeds)]
+    sums, *states = map(op.body.export, extra_results)
+    return [y, rearrange(sums, view_pattern) if view_pattern else sums, *(None for _ in range(index - 2)), *states]
 
 
 def attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Op] | None:
@@ -183,29 +183,29 @@ def nll(call: Call) -> tuple[Tensor, Tensor] | None:
     if x.ndim < 2 or (ignored >= 0 and (weight is not None or call["reduction"] == 0)):
         return None
     x = permute(x, [0, *range(2, x.ndim), 1]) if x.ndim > 2 else x
-    picked = reshape(take_along(x, reshape(targets, (*targets.sizes, ONE))), targets.sizes)
-    every = " ".join(f"n{i}" for i in range(targets.ndim))
+    selected = reshape(take_along(x, reshape(targets, (*targets.sizes, ONE))), targets.sizes)
+    axes = " ".join(f"n{i}" for i in range(targets.ndim))
     if weight is not None:
-        each = gather(weight, targets)
-        total, made = reduce(each, f"{every} -> ", "sum"), picked * each
+        weights = gather(weight, targets)
+        total, losses = reduce(weights, f"{axes} -> ", "sum"), selected * weights
         if call["reduction"]:
-            made = reduce(made, f"{every} -> ", "sum")
-        return -(made / total if call["reduction"] == 1 else made), total
+            losses = reduce(losses, f"{axes} -> ", "sum")
+        return -(losses / total if call["reduction"] == 1 else losses), total
     if ignored < 0:  # no class, as for padding: assumed absent, since targets are unknown
         if call["reduction"]:
-            picked = reduce(picked, f"{every} -> ", "mean" if call["reduction"] == 1 else "sum")
-        return -picked, fill((), targets.numel, x.dtype)
-    hidden = pointwise("eq", targets, ignored)
-    total = reduce(pointwise("masked_fill", picked, hidden), f"{every} -> ", "sum")
-    left = pointwise("sub", targets.numel, reduce(cast(hidden, x.dtype), f"{every} -> ", "sum"))
-    return -(total / left if call["reduction"] == 1 else total), left
+            selected = reduce(selected, f"{axes} -> ", "mean" if call["reduction"] == 1 else "sum")
+        return -selected, fill((), targets.numel, x.dtype)
+    is_ignored = pointwise("eq", targets, ignored)
+    total = reduce(pointwise("masked_fill", selected, is_ignored), f"{axes} -> ", "sum")
+    count = pointwise("sub", targets.numel, reduce(cast(is_ignored, x.dtype), f"{axes} -> ", "sum"))
+    return -(total / count if call["reduction"] == 1 else total), count
 
 
 # -- stated costs ------------------------------------------------------------------------------------------------------
 # Kernels with stated costs, forward and backward.
 
 #: Forward kernels: arguments, and result indices, that the backward kernel reads.
-_READ: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+_READ_BY_BACKWARD: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "adaptive_max_pool2d": ((), (1,)), "adaptive_max_pool3d": ((), (1,)),
     "col2im": ((), ()),
     "grid_sampler_2d": (("input", "grid"), ()), "grid_sampler_3d": (("input", "grid"), ()),
@@ -217,44 +217,44 @@ _READ: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
 _COPIES = frozenset({"col2im_backward"})
 
 
-def like(t: Tensor) -> Spec:
+def spec_of(t: Tensor) -> Spec:
     """Return a tensor's spec."""
     return Spec(t.sizes, t.strides, t.dtype)
 
 
-def _seen(call: Call, **more: Any) -> Call:
+def _with_specs(call: Call, **extra: Any) -> Call:
     """Return a call as cost rules see it, with specs in place of tensors."""
-    given = {k: like(v) if isinstance(v, Tensor) else v for k, v in call.arguments.items()}
-    return replace(call, arguments={**given, **more})
+    arguments = {k: spec_of(v) if isinstance(v, Tensor) else v for k, v in call.arguments.items()}
+    return replace(call, arguments={**arguments, **extra})
 
 
-def _counted(call: Call) -> Counts:
+def _counts(call: Call) -> Counts:
     counts = Counts() if call.name in _COPIES else RULES[call.name](call)
     if counts is None:
-        raise UnsupportedError(f"{call.name}: no rule says what it costs, expected other arguments")
+        raise UnsupportedError(f"{call.name}: its cost rule does not accept these arguments")
     return replace(counts, workspace=counts.workspace + workspace_of(call))
 
 
-def stated(call: Call) -> Sequence[Tensor]:
+def stated_kernel(call: Call) -> Sequence[Tensor]:
     """Return the results of a kernel with stated costs; operands and results are accessed whole."""
-    return _made(call, None)
+    return _opaque(call, None)
 
 
-@translation(*_READ)
-def pulled(call: Call) -> Sequence[Tensor]:
+@translation(*_READ_BY_BACKWARD)
+def stated_with_gradient(call: Call) -> Sequence[Tensor]:
     """Return the results of a kernel with stated costs, forward and backward.
 
     A kernel outside the table has a backward kernel that reads the gradient only.
     """
     names = [k for k, v in call.arguments.items() if isinstance(v, Tensor)]
-    read, made = _READ.get(call.name, ((), ()))
-    back, places = _counted(_backward_of(call)), tuple(map(names.index, read))
-    flops = back.matmul, back.pointwise, back.transcendental
-    return _made(call, OpaqueBackward(*flops, places, made, None, None, back.workspace))
+    read_arguments, read_results = _READ_BY_BACKWARD.get(call.name, ((), ()))
+    backward_counts, read_indices = _counts(_backward_of(call)), tuple(map(names.index, read_arguments))
+    flops = backward_counts.matmul, backward_counts.pointwise, backward_counts.transcendental
+    return _opaque(call, OpaqueBackward(*flops, read_indices, read_results, None, None, backward_counts.workspace))
 
 
-def _made(call: Call, backward: OpaqueBackward | None) -> Sequence[Tensor]:
-    counts = _counted(_seen(call))
+def _opaque(call: Call, backward: OpaqueBackward | None) -> Sequence[Tensor]:
+    counts = _counts(_with_specs(call))
     kind = Opaque(
         matmul=counts.matmul,
         pointwise=counts.pointwise,
@@ -267,16 +267,16 @@ def _made(call: Call, backward: OpaqueBackward | None) -> Sequence[Tensor]:
 
 def _backward_of(call: Call) -> Call:
     """Return the backward call for all operands, with contiguous tensors."""
-    given = _seen(call, grad_output=_dense(call.out))
-    results = tuple(_dense(v) for v in call.arguments.values() if isinstance(v, Tensor))
-    return replace(given, name=f"{call.name}_backward", inplace=False, results=results)
+    forward_call = _with_specs(call, grad_output=_contiguous(call.out))
+    results = tuple(_contiguous(v) for v in call.arguments.values() if isinstance(v, Tensor))
+    return replace(forward_call, name=f"{call.name}_backward", inplace=False, results=results)
 
 
-def _dense(t: Tensor | Spec) -> Spec:
+def _contiguous(t: Tensor | Spec) -> Spec:
     return Spec(t.sizes, contiguous(t.sizes), t.dtype)
 
 
-@translation(*(f"{name}_backward" for name in _READ))
+@translation(*(f"{name}_backward" for name in _READ_BY_BACKWARD))
 def stated_backward(call: Call) -> Sequence[Tensor] | None:
     """Return a backward kernel's gradients; None unless all are requested."""
-    return stated(call) if all(call.get("output_mask") or (True,)) else None
+    return stated_kernel(call) if all(call.get("output_mask") or (True,)) else None

@@ -45,40 +45,40 @@ def embedding_backward(call: Call) -> Tensor | None:
 def selected(call: Call) -> Tensor | None:
     """Translate into a gather along an axis."""
     x: Tensor = call["self"]
-    return _looked_up(x, [None] * (call["dim"] % x.ndim) + [call["index"]]) if x.ndim and call["index"].ndim else None
+    return _gather(x, [None] * (call["dim"] % x.ndim) + [call["index"]]) if x.ndim and call["index"].ndim else None
 
 
 @translation("index")
 def indexed(call: Call) -> Tensor | None:
     """Translate indexing of adjacent axes by integer tensors."""
-    return _looked_up(call["self"], call["indices"])
+    return _gather(call["self"], call["indices"])
 
 
-def _looked_up(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
-    found = _places(x, indices)
-    if found is None:
+def _gather(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
+    indexing = _indexing(x, indices)
+    if indexing is None:
         return None
-    first, ids = found
-    (made,) = apply(Gather(), [_turned(x, first, len(ids)), *ids], "gather")
-    return _turned(made, ids[0].ndim, first)  # the indexed axes moved to the front
+    first, ids = indexing
+    (rows,) = apply(Gather(), [_move_to_front(x, first, len(ids)), *ids], "gather")
+    return _move_to_front(rows, ids[0].ndim, first)  # the indexed axes moved to the front
 
 
-def _places(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[int, list[Tensor]] | None:
+def _indexing(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[int, list[Tensor]] | None:
     """Return the first indexed axis, and broadcast indices of the indexed axes."""
-    given = [(i, t) for i, t in enumerate(indices) if t is not None]
-    ids = [t for _, t in given]
-    together = bool(given) and [i for i, _ in given] == list(range(given[0][0], given[0][0] + len(ids)))
-    if not together or any(t.dtype.kind != "int" for t in ids):
+    present = [(i, t) for i, t in enumerate(indices) if t is not None]
+    ids = [t for _, t in present]
+    adjacent = bool(present) and [i for i, _ in present] == list(range(present[0][0], present[0][0] + len(ids)))
+    if not adjacent or any(t.dtype.kind != "int" for t in ids):
         return None  # separated indices move their axes to the front; the size selected by a mask is data
     if len(ids) == 1:
-        return given[0][0], ids
+        return present[0][0], ids
     rank = max(t.ndim for t in ids)
-    at = [[t.sizes[i - rank + t.ndim] for t in ids if i - rank + t.ndim >= 0] for i in range(rank)]
-    sizes = [next((n for n in ns if n != ONE), ONE) for ns in at]
-    return given[0][0], [t if t.sizes == tuple(sizes) else broadcast(t, sizes) for t in ids]
+    candidates = [[t.sizes[i - rank + t.ndim] for t in ids if i - rank + t.ndim >= 0] for i in range(rank)]
+    sizes = [next((n for n in ns if n != ONE), ONE) for ns in candidates]
+    return present[0][0], [t if t.sizes == tuple(sizes) else broadcast(t, sizes) for t in ids]
 
 
-def _turned(x: Tensor, first: int, count: int) -> Tensor:
+def _move_to_front(x: Tensor, first: int, count: int) -> Tensor:
     """Move some axes in front of those before them."""
     order = [*range(first, first + count), *range(first), *range(first + count, x.ndim)]
     return permute(x, order) if order != list(range(x.ndim)) else x
@@ -88,15 +88,15 @@ def _turned(x: Tensor, first: int, count: int) -> Tensor:
 def picked(call: Call) -> Tensor | None:
     """Translate into a gather along an axis."""
     x, dim = call["self"], call["dim"]
-    return _behind(take_along(_to_the_end(x, dim), _to_the_end(call["index"], dim)), dim) if x.ndim else None
+    return _move_last_to(take_along(_move_to_end(x, dim), _move_to_end(call["index"], dim)), dim) if x.ndim else None
 
 
-def _to_the_end(x: Tensor, dim: int) -> Tensor:
+def _move_to_end(x: Tensor, dim: int) -> Tensor:
     """Move an axis to the end."""
     return x if _is_last(x, dim) else permute(x, [*(i for i in range(x.ndim) if i != dim % x.ndim), dim])
 
 
-def _behind(x: Tensor, dim: int) -> Tensor:
+def _move_last_to(x: Tensor, dim: int) -> Tensor:
     """Move the last axis to a position."""
     order = list(range(x.ndim - 1))
     order.insert(dim % x.ndim, x.ndim - 1)
@@ -111,19 +111,19 @@ def _is_last(x: Tensor, dim: int) -> bool:
 def largest(call: Call) -> Sequence[Tensor] | None:
     """Translate into top-k values and indices."""
     x, dim, k = call["self"], call["dim"], poly(call["k"])
-    return _along(TopK(k=k, room=x.sizes[dim] - k, smallest=not call["largest"]), x, dim) if x.ndim else None
+    return _ordered_along(TopK(k=k, room=x.sizes[dim] - k, smallest=not call["largest"]), x, dim) if x.ndim else None
 
 
-def _along(kind: TopK | Sort, x: Tensor, dim: int) -> Sequence[Tensor]:
+def _ordered_along(kind: TopK | Sort, x: Tensor, dim: int) -> Sequence[Tensor]:
     """Order the elements along an axis; one kernel, even if it is not the last axis."""
     if _is_last(x, dim):
         return apply(kind, [x], kind.name)
 
     def body(x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_behind(t, dim) for t in apply(kind, [_to_the_end(x, dim)], kind.name))
+        return tuple(_move_last_to(t, dim) for t in apply(kind, [_move_to_end(x, dim)], kind.name))
 
-    made = fused(kind.name, body, x, backward="order")
-    return (made,) if isinstance(made, Tensor) else made
+    outputs = fused(kind.name, body, x, backward="order")
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
 @translation("max.dim", "argmax", "min.dim", "argmin")
@@ -133,15 +133,15 @@ def largest_one(call: Call) -> Sequence[Tensor] | Tensor | None:
     if not x.ndim or dim is None or x.dtype.kind == "bool":
         return None
     kind = TopK(k=ONE, room=x.sizes[dim] - 1, smallest="min" in call.name)
-    made = [reshape(t, call.out.sizes) for t in _along(kind, x, dim)]
-    return made[1] if call.name.startswith("arg") else made
+    outputs = [reshape(t, call.out.sizes) for t in _ordered_along(kind, x, dim)]
+    return outputs[1] if call.name.startswith("arg") else outputs
 
 
 @translation("sort")
 def ordered(call: Call) -> Sequence[Tensor] | None:
     """Translate into sorted values and their indices."""
     x, dim = call["self"], call["dim"]
-    return _along(Sort(descending=bool(call["descending"])), x, dim) if x.ndim else None
+    return _ordered_along(Sort(descending=bool(call["descending"])), x, dim) if x.ndim else None
 
 
 @translation("index_put", "_index_put_impl")
@@ -150,19 +150,19 @@ def put(call: Call) -> Tensor | None:
     target, values, (first, *others) = call["self"], call["values"], call["indices"]
     if not call["accumulate"] and first is not None and first.dtype.kind == "bool" and not (values.ndim or any(others)):
         mask = reshape(first, (*first.sizes, *(ONE for _ in target.sizes[first.ndim :])))
-        made = pointwise("where", mask, values, target)
-        return assign(target, made) if call.inplace else made
-    found = _places(target, call["indices"])
-    if found is None or values.dtype != target.dtype:
+        result = pointwise("where", mask, values, target)
+        return assign(target, result) if call.inplace else result
+    indexing = _indexing(target, call["indices"])
+    if indexing is None or values.dtype != target.dtype:
         return None
-    first, ids = found
-    turned = _turned(target, first, len(ids))
+    first, ids = indexing
+    moved_target = _move_to_front(target, first, len(ids))
     n, rank = len(ids), ids[0].ndim
-    whole = (*target.sizes[:first], *ids[0].sizes, *target.sizes[first + n :])
-    values = values if values.sizes == whole else broadcast(values, whole)
+    values_shape = (*target.sizes[:first], *ids[0].sizes, *target.sizes[first + n :])
+    values = values if values.sizes == values_shape else broadcast(values, values_shape)
     kind = Scatter(mode="add" if call["accumulate"] else "set", inplace=call.inplace)
-    (made,) = apply(kind, [turned, *ids, _turned(values, first, rank)], "scatter")
-    return _turned(made, n, first)
+    (result,) = apply(kind, [moved_target, *ids, _move_to_front(values, first, rank)], "scatter")
+    return _move_to_front(result, n, first)
 
 
 @translation("index_add", "index_copy", "index_fill")
@@ -180,19 +180,19 @@ def added(call: Call) -> Tensor | None:
     elif call.get("alpha") is not None and not is_number(call["alpha"], 1):
         source = source * call["alpha"]
     mode = "add" if call.name == "index_add" else "set"
-    made = scatter(_turned(target, axis, 1), rows, _turned(source, axis, 1), mode, inplace=call.inplace)
-    return _turned(made, 1, axis)
+    result = scatter(_move_to_front(target, axis, 1), rows, _move_to_front(source, axis, 1), mode, inplace=call.inplace)
+    return _move_to_front(result, 1, axis)
 
 
 @translation("scatter_add", "scatter.src", "scatter.value")
 def along(call: Call) -> Tensor | None:
     """Translate addition to, or replacement of, elements along an axis."""
     target, dim, index = call["self"], call["dim"], call["index"]
-    given = call.get("src")
-    if given is None and isinstance(call.get("value"), bool | int | float):
-        given = fill(index.sizes, float(call["value"]), target.dtype)
-    if not target.ndim or given is None or given.sizes != index.sizes:
+    values = call.get("src")
+    if values is None and isinstance(call.get("value"), bool | int | float):
+        values = fill(index.sizes, float(call["value"]), target.dtype)
+    if not target.ndim or values is None or values.sizes != index.sizes:
         return None
-    target, ids, source = (_to_the_end(t, dim) for t in (target, index, given))
+    target, ids, source = (_move_to_end(t, dim) for t in (target, index, values))
     mode = "add" if call.name == "scatter_add" else "set"
-    return _behind(scatter(target, ids, source, mode, inplace=call.inplace, along=True), dim)
+    return _move_last_to(scatter(target, ids, source, mode, inplace=call.inplace, along=True), dim)

@@ -63,13 +63,13 @@ def expand(call: Call) -> Tensor:
 
 
 def _start(call: Call, size: Poly) -> Poly:
-    return _from_the_start(poly(call.get("start") or 0), size)
+    return _nonnegative_index(poly(call.get("start") or 0), size)
 
 
-def _from_the_start(place: Poly, size: Poly) -> Poly:
+def _nonnegative_index(index: Poly, size: Poly) -> Poly:
     """Return an index from the start; negative indices count from the end."""
-    least = lower(-place)
-    return place + size if least is not None and least > 0 else place
+    lower_bound = lower(-index)
+    return index + size if lower_bound is not None and lower_bound > 0 else index
 
 
 @translation("slice")
@@ -81,7 +81,7 @@ def sliced(call: Call) -> Tensor:
 
 
 def _position(call: Call, size: Poly) -> Poly:
-    return _from_the_start(poly(call["index"]), size)
+    return _nonnegative_index(poly(call["index"]), size)
 
 
 @translation("select")
@@ -96,14 +96,14 @@ def selected(call: Call) -> Tensor:
 def parts(call: Call) -> Sequence[Tensor]:
     """Translate into consecutive parts of an axis."""
     axis = call["dim"] % call["self"].ndim
-    return split(call["self"], [made.sizes[axis] for made in call.results], axis)
+    return split(call["self"], [result.sizes[axis] for result in call.results], axis)
 
 
 @translation("unbind")
 def unbound(call: Call) -> list[Tensor]:
     """Translate into all positions of an axis, without that axis."""
     cuts = split(call["self"], [ONE for _ in call.results], call["dim"])
-    return [reshape(cut, made.sizes) for cut, made in zip(cuts, call.results, strict=True)]
+    return [reshape(cut, result.sizes) for cut, result in zip(cuts, call.results, strict=True)]
 
 
 # -- copies ------------------------------------------------------------------------------------------------------
@@ -133,10 +133,10 @@ def written(call: Call) -> Tensor | None:
 def joined(call: Call) -> Tensor | None:
     """Translate a concatenation, without its empty operands."""
     tensors = [t for t in call["tensors"] if isinstance(t, Tensor)]
-    return _joined(tensors, call["dim"])
+    return _concatenated(tensors, call["dim"])
 
 
-def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor | None:
+def _concatenated(tensors: Sequence[Tensor], axis: int) -> Tensor | None:
     if not tensors or len({t.dtype for t in tensors}) > 1:
         return None
     return concat(tensors, axis) if len(tensors) > 1 else pointwise("copy", tensors[0])
@@ -145,32 +145,32 @@ def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor | None:
 @translation("stack")
 def stacked(call: Call) -> Tensor | None:
     """Translate into a concatenation along a new axis."""
-    tensors, made = call["tensors"], call.out.sizes
-    axis = call["dim"] % len(made)
-    return _joined([reshape(t, (*t.sizes[:axis], ONE, *t.sizes[axis:])) for t in tensors], axis)
+    tensors, shape = call["tensors"], call.out.sizes
+    axis = call["dim"] % len(shape)
+    return _concatenated([reshape(t, (*t.sizes[:axis], ONE, *t.sizes[axis:])) for t in tensors], axis)
 
 
 @translation("constant_pad_nd")
 def padded(call: Call) -> Tensor | None:
     """Translate constant padding, last axis first; negative padding, as in gradients, is a slice."""
     x, widths, value = call["self"], list(map(poly, call["pad"])), call["value"]
-    made: Tensor = x
+    out: Tensor = x
     for i in range(0, len(widths), 2):
-        axis, (before, behind) = x.ndim - 1 - i // 2, widths[i : i + 2]
-        cut = [-n if (least := lower(-n)) is not None and least >= 0 else ZERO for n in (before, behind)]
-        if any(cut):
-            made = slice_axis(made, axis, cut[0], made.sizes[axis] - total(cut))
-        before, behind = before + cut[0], behind + cut[1]
-        if before or behind:
-            made = _between(made, axis, before, behind, value)
-    return pointwise("copy", made) if made is x or made.is_view else made
+        axis, (before, after) = x.ndim - 1 - i // 2, widths[i : i + 2]
+        cropped = [-n if (bound := lower(-n)) is not None and bound >= 0 else ZERO for n in (before, after)]
+        if any(cropped):
+            out = slice_axis(out, axis, cropped[0], out.sizes[axis] - total(cropped))
+        before, after = before + cropped[0], after + cropped[1]
+        if before or after:
+            out = _pad_axis(out, axis, before, after, value)
+    return pointwise("copy", out) if out is x or out.is_view else out
 
 
-def _between(x: Tensor, axis: int, before: Poly, behind: Poly, value: float) -> Tensor:
+def _pad_axis(x: Tensor, axis: int, before: Poly, after: Poly, value: float) -> Tensor:
     """Pad a tensor with a number at both ends of an axis."""
     if value == 0:
-        return pad(x, axis, before, x.sizes[axis] + before + behind)
-    sizes = [(*x.sizes[:axis], n, *x.sizes[axis + 1 :]) for n in (before, behind)]
+        return pad(x, axis, before, x.sizes[axis] + before + after)
+    sizes = [(*x.sizes[:axis], n, *x.sizes[axis + 1 :]) for n in (before, after)]
     first, last = ([fill(shape, float(value), x.dtype)] if shape[axis] else [] for shape in sizes)
     return concat([*first, x, *last], axis)
 
@@ -179,11 +179,11 @@ def _between(x: Tensor, axis: int, before: Poly, behind: Poly, value: float) -> 
 def repeated(call: Call) -> Tensor:
     """Translate into a copy of a broadcast."""
     x, sizes = call["self"], call.out.sizes
-    own = (*(ONE for _ in sizes[x.ndim :]), *x.sizes)
-    times = [whole / n for whole, n in zip(sizes, own, strict=True)]
-    apart = reshape(x, [n for size in own for n in (ONE, size)])
-    made = reshape(broadcast(apart, [n for pair in zip(times, own, strict=True) for n in pair]), sizes)
-    return pointwise("copy", made) if made.is_view or made is x else made
+    aligned_sizes = (*(ONE for _ in sizes[x.ndim :]), *x.sizes)
+    times = [result_size / n for result_size, n in zip(sizes, aligned_sizes, strict=True)]
+    split_shape = reshape(x, [n for size in aligned_sizes for n in (ONE, size)])
+    out = reshape(broadcast(split_shape, [n for pair in zip(times, aligned_sizes, strict=True) for n in pair]), sizes)
+    return pointwise("copy", out) if out.is_view or out is x else out
 
 
 @translation("roll")
@@ -192,48 +192,48 @@ def rolled(call: Call) -> Tensor | None:
     x, shifts, dims = call["self"], call["shifts"], call["dims"]
     if len(shifts) != len(dims):
         return None  # of the flattened tensor
-    made: Tensor = x
+    out: Tensor = x
     for shift, dim in zip(shifts, dims, strict=True):
-        by, size = poly(shift), x.sizes[dim].constant
-        if by.constant is not None and isinstance(size, int):
-            by = poly(by.constant % size)
-        made = roll(made, by.expr, dim)
-    return pointwise("copy", made) if made is x else made
+        amount, size = poly(shift), x.sizes[dim].constant
+        if amount.constant is not None and isinstance(size, int):
+            amount = poly(amount.constant % size)
+        out = roll(out, amount.expr, dim)
+    return pointwise("copy", out) if out is x else out
 
 
 @translation("pixel_shuffle", "pixel_unshuffle")
 def shuffled(call: Call) -> Tensor:
     """Translate into a permutation between channels and image blocks."""
-    x, made = call["self"], call.out.sizes
+    x, sizes = call["self"], call.out.sizes
     lead, last = list(range(x.ndim - 3)), x.ndim - 3
     if call.name == "pixel_shuffle":
         r = poly(call["upscale_factor"])
-        apart, order = (made[last], r, r, *x.sizes[-2:]), (0, 3, 1, 4, 2)
+        split_sizes, order = (sizes[last], r, r, *x.sizes[-2:]), (0, 3, 1, 4, 2)
     else:
         r = poly(call["downscale_factor"])
-        apart, order = (x.sizes[last], made[-2], r, made[-1], r), (0, 2, 4, 1, 3)
-    return reshape(permute(reshape(x, (*x.sizes[:-3], *apart)), [*lead, *(last + i for i in order)]), made)
+        split_sizes, order = (x.sizes[last], sizes[-2], r, sizes[-1], r), (0, 2, 4, 1, 3)
+    return reshape(permute(reshape(x, (*x.sizes[:-3], *split_sizes)), [*lead, *(last + i for i in order)]), sizes)
 
 
 @translation(*(f"{kind}_pad{rank}d" for kind in ("reflection", "replication") for rank in (1, 2, 3)))
 def mirrored(call: Call) -> Tensor | None:
     """Translate reflection or replication padding."""
     x, widths, mirror = call["self"], call["padding"], call.name.startswith("reflection")
-    if not all(isinstance(n, int) and 0 <= n <= _PIECES for n in widths):
+    if not all(isinstance(n, int) and 0 <= n <= _MAX_MIRRORED for n in widths):
         return None
-    made: Tensor = x
+    out: Tensor = x
     for i in range(0, len(widths), 2):
         axis = x.ndim - 1 - i // 2
-        last = made.sizes[axis] - 1
+        last = out.sizes[axis] - 1
         before = [poly(k if mirror else 0) for k in range(widths[i], 0, -1)]
-        behind = [last - k if mirror else last for k in range(1, widths[i + 1] + 1)]
-        ends = [[slice_axis(made, axis, at.expr, 1) for at in places] for places in (before, behind)]
-        made = concat([*ends[0], made, *ends[1]], axis) if any(ends) else made
-    return pointwise("copy", made) if made is x else made
+        after = [last - k if mirror else last for k in range(1, widths[i + 1] + 1)]
+        ends = [[slice_axis(out, axis, position.expr, 1) for position in positions] for positions in (before, after)]
+        out = concat([*ends[0], out, *ends[1]], axis) if any(ends) else out
+    return pointwise("copy", out) if out is x else out
 
 
 #: Limit of padding per end, which is written position by position.
-_PIECES = 64
+_MAX_MIRRORED = 64
 
 
 @translation("tril", "triu")
@@ -244,12 +244,12 @@ def triangle(call: Call) -> Tensor:
         apply(Arange(size=n, dtype=find_dtype("int64"), start=ZERO), [], "arange")[0] for n in x.sizes[-2:]
     )
     rows = reshape(pointwise("add", rows, shift) if shift else rows, (x.sizes[-2], ONE))
-    seen = pointwise("less_equal", *((columns, rows) if call.name == "tril" else (rows, columns)))
+    mask = pointwise("less_equal", *((columns, rows) if call.name == "tril" else (rows, columns)))
     if x.dtype.kind == "bool":
-        return pointwise("logical_and", x, seen, inplace=call.inplace)
+        return pointwise("logical_and", x, mask, inplace=call.inplace)
     if call.inplace:
-        return pointwise("masked_fill", x, pointwise("logical_not", seen), inplace=True)
-    return pointwise("where", seen, x, 0, dtype=x.dtype)
+        return pointwise("masked_fill", x, pointwise("logical_not", mask), inplace=True)
+    return pointwise("where", mask, x, 0, dtype=x.dtype)
 
 
 @translation("slice_backward")
@@ -267,26 +267,26 @@ def put_back_at(call: Call) -> Tensor:
     """Translate into zeros with the gradient at one position of an axis."""
     grad, sizes = call["grad_output"], call.out.sizes
     axis = call["dim"] % len(sizes)
-    whole = reshape(grad, (*sizes[:axis], ONE, *sizes[axis + 1 :]))
-    return pad(whole, axis, _position(call, sizes[axis]), sizes[axis])
+    expanded = reshape(grad, (*sizes[:axis], ONE, *sizes[axis + 1 :]))
+    return pad(expanded, axis, _position(call, sizes[axis]), sizes[axis])
 
 
 # -- constructors ------------------------------------------------------------------------------------------------
 
 
 @translation("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
-def taken(call: Call) -> Tensor | None:
+def uninitialized(call: Call) -> Tensor | None:
     """Translate into an uninitialized tensor."""
-    return _laid_out(call.out, lambda sizes: apply(Empty(sizes=sizes, dtype=call.out.dtype), [], "empty")[0])
+    return _in_run_layout(call.out, lambda sizes: apply(Empty(sizes=sizes, dtype=call.out.dtype), [], "empty")[0])
 
 
-def _laid_out(out: Spec, make: Callable[[Sizes], Tensor]) -> Tensor | None:
+def _in_run_layout(out: Spec, make: Callable[[Sizes], Tensor]) -> Tensor | None:
     """Return a new tensor in the memory order of the run; None if that is not dense."""
     order = memory_order(out.sizes, out.strides)
     if order is None:
         return None
-    made = make(tuple(out.sizes[i] for i in order))
-    return made if order == tuple(range(len(order))) else permute(made, [order.index(i) for i in range(len(order))])
+    dense = make(tuple(out.sizes[i] for i in order))
+    return dense if order == tuple(range(len(order))) else permute(dense, [order.index(i) for i in range(len(order))])
 
 
 @translation("fill")
@@ -308,15 +308,15 @@ def filled(call: Call) -> Tensor | None:
     value = _VALUES.get(call.name, call.get("fill_value") if call.name != "scalar_tensor" else call["s"])
     if not isinstance(value, bool | int | float):
         return None
-    return _laid_out(call.out, lambda sizes: fill(sizes, float(value), call.out.dtype))
+    return _in_run_layout(call.out, lambda sizes: fill(sizes, float(value), call.out.dtype))
 
 
 @translation("arange")
 def counted(call: Call) -> Tensor | None:
     """Translate into consecutive integers."""
     start, step = call.get("start"), call.get("step")
-    known = start is None or (isinstance(start, int | Poly) and not isinstance(start, bool))
-    if not known or step not in (None, 1) or call.out.dtype.kind != "int":
+    is_integer_start = start is None or (isinstance(start, int | Poly) and not isinstance(start, bool))
+    if not is_integer_start or step not in (None, 1) or call.out.dtype.kind != "int":
         return None
     first = poly(start or 0)
     if first.constant is not None and first.constant < 0:
@@ -340,8 +340,8 @@ def flipped(call: Call) -> Tensor | None:
     if not dims:
         return None
 
-    made = one_kernel("flip", reverse, x, backward="flip", axes=dims)
-    return made if order == list(range(x.ndim)) else permute(made, order)
+    reversed_axes = one_kernel("flip", reverse, x, backward="flip", axes=dims)
+    return reversed_axes if order == list(range(x.ndim)) else permute(reversed_axes, order)
 
 
 @translation("diag_embed")
@@ -351,8 +351,8 @@ def diagonal(call: Call) -> Tensor | None:
     if call["offset"] or call["dim1"] % (x.ndim + 1) != x.ndim - 1 or call["dim2"] % (x.ndim + 1) != x.ndim:
         return None
     n = x.sizes[-1]
-    (places,) = apply(Arange(size=n, dtype=find_dtype("int64"), start=ZERO), [], "arange")
-    ids = broadcast(reshape(places, (n, ONE)), (*x.sizes, ONE))
+    (positions,) = apply(Arange(size=n, dtype=find_dtype("int64"), start=ZERO), [], "arange")
+    ids = broadcast(reshape(positions, (n, ONE)), (*x.sizes, ONE))
     return scatter(fill((*x.sizes, n), 0, x.dtype), ids, reshape(x, (*x.sizes, ONE)), "set", along=True)
 
 
@@ -360,9 +360,9 @@ def diagonal(call: Call) -> Tensor | None:
 def channel_shuffled(call: Call) -> Tensor:
     """Translate into a permutation that interleaves the channels of all groups."""
     x, groups = call["self"], poly(call["groups"])
-    apart = (x.sizes[0], groups, x.sizes[1] / groups, *x.sizes[2:])
-    made = reshape(permute(reshape(x, apart), [0, 2, 1, *range(3, x.ndim + 1)]), x.sizes)
-    return pointwise("copy", made) if made.is_view else made
+    split_sizes = (x.sizes[0], groups, x.sizes[1] / groups, *x.sizes[2:])
+    out = reshape(permute(reshape(x, split_sizes), [0, 2, 1, *range(3, x.ndim + 1)]), x.sizes)
+    return pointwise("copy", out) if out.is_view else out
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
@@ -384,15 +384,19 @@ def updated(call: Call) -> Sequence[Tensor]:
     Scalars known only to the device have no cost.
     """
     kind, states = _UPDATES[call.name]
-    facts: dict[str, Any] = {f.name: n for f in fields(kind) if isinstance(n := call.get(f.name), bool | int | float)}
-    update = kind(**facts)._update
-    param, grad, *kept = (call[n] for n in ("self", "grads", *states) if call[n] is not None)
+    hyperparameters: dict[str, Any] = {
+        f.name: n for f in fields(kind) if isinstance(n := call.get(f.name), bool | int | float)
+    }
+    update = kind(**hyperparameters)._update
+    param, grad, *state = (call[n] for n in ("self", "grads", *states) if call[n] is not None)
     scale = call.get("grad_scale")
     if scale is not None:
         grad = pointwise("div", grad, scale, inplace=True)
-    group = (param, grad, *kept)
-    beside = [t for k, t in call.arguments.items() if isinstance(t, Tensor) and k in ("state_steps", "lr", "found_inf")]
-    return [*fused_update(update, group, tuple(beside), name="fused_update"), *beside]
+    group = (param, grad, *state)
+    scalars = [
+        t for k, t in call.arguments.items() if isinstance(t, Tensor) and k in ("state_steps", "lr", "found_inf")
+    ]
+    return [*fused_update(update, group, tuple(scalars), name="fused_update"), *scalars]
 
 
 @translation("zero")

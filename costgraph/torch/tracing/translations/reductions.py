@@ -32,18 +32,18 @@ _OPERATIONS = {
     "max": "max", "min": "min",
 }  # fmt: skip
 #: Reductions whose gradients have masks, which a CPU casts, and the gradient rules.
-_MASKED = {"max": "extremum", "min": "extremum", "prod": "product"}
+_MASKED_GRADIENTS = {"max": "extremum", "min": "extremum", "prod": "product"}
 
 
 def _axes(x: Tensor, dims: int | Sequence[int] | None) -> set[int]:
     """Return the reduced axes; all if none is given."""
-    given = [dims] if isinstance(dims, int) else list(dims or ())
-    return {d % x.ndim for d in given} or set(range(x.ndim))
+    dimensions = [dims] if isinstance(dims, int) else list(dims or ())
+    return {d % x.ndim for d in dimensions} or set(range(x.ndim))
 
 
-def _pattern(x: Tensor, axes: set[int], *, kept: bool) -> str:
+def _pattern(x: Tensor, axes: set[int], *, keepdim: bool) -> str:
     before = " ".join(f"a{i}" for i in range(x.ndim))
-    after = " ".join("1" if i in axes else f"a{i}" for i in range(x.ndim) if kept or i not in axes)
+    after = " ".join("1" if i in axes else f"a{i}" for i in range(x.ndim) if keepdim or i not in axes)
     return f"{before} -> {after}"
 
 
@@ -52,14 +52,16 @@ def reduced(call: Call) -> Tensor | None:
     """Translate into a reduction of some or all axes."""
     x: Tensor = call["self"]
     x = x if x.ndim else reshape(x, (ONE,))
-    wide = x
+    operand = x
     if call.name in ("sum", "mean", "prod") and call.out.dtype != x.dtype:
-        wide = cast(x, call.out.dtype)
-    pattern = _pattern(x, _axes(x, call.get("dim")), kept=bool(call.get("keepdim") and call.out.sizes))
+        operand = cast(x, call.out.dtype)
+    pattern = _pattern(x, _axes(x, call.get("dim")), keepdim=bool(call.get("keepdim") and call.out.sizes))
     operation = _OPERATIONS[call.name]
-    if call.device == "cpu" and operation in _MASKED:
-        return one_kernel(operation, lambda x: reduce(x, pattern, operation), wide, backward=_MASKED[operation])
-    return reduce(wide, pattern, operation)
+    if call.device == "cpu" and operation in _MASKED_GRADIENTS:
+        return one_kernel(
+            operation, lambda x: reduce(x, pattern, operation), operand, backward=_MASKED_GRADIENTS[operation]
+        )
+    return reduce(operand, pattern, operation)
 
 
 @translation("linalg_vector_norm", "norm")
@@ -69,7 +71,7 @@ def vector_norm(call: Call) -> Tensor | None:
     if not x.ndim or x.dtype.kind != "float":
         return None
     x = cast(x, call.out.dtype)
-    pattern = _pattern(x, _axes(x, call.get("dim")), kept=bool(call.get("keepdim")))
+    pattern = _pattern(x, _axes(x, call.get("dim")), keepdim=bool(call.get("keepdim")))
     if order is None or is_number(order, 2):
 
         def body(x: Tensor) -> Tensor:
@@ -81,26 +83,26 @@ def vector_norm(call: Call) -> Tensor | None:
     if is_number(order, 0) or not isinstance(order, int | float):
         return None
 
-    def other(x: Tensor) -> Tensor:
+    def general_norm(x: Tensor) -> Tensor:
         if operation is not None:
             return reduce(pointwise("abs", x), pattern, operation)
         return pointwise("pow", reduce(pointwise("pow", pointwise("abs", x), order), pattern, "sum"), 1 / order)
 
-    return one_kernel("norm", other, x, backward="norm")
+    return one_kernel("norm", general_norm, x, backward="norm")
 
 
 @translation("_weight_norm_interface")
 def weight_norm(call: Call) -> tuple[Tensor, ...]:
     """Translate into rescaled rows, and their original norms."""
     v, axis = call["v"], call["dim"] % call["v"].ndim
-    rows = _pattern(v, set(range(v.ndim)) - {axis}, kept=True)
+    rows = _pattern(v, set(range(v.ndim)) - {axis}, keepdim=True)
 
     def body(v: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         length = pointwise("sqrt", reduce(pointwise("square", v), rows, "sum"))
         return v * (scale / length), length
 
-    made: Any = fused("weight_norm", body, v, call["g"], backward="weight_norm")
-    return tuple(made)
+    results: Any = fused("weight_norm", body, v, call["g"], backward="weight_norm")
+    return tuple(results)
 
 
 @translation("var", "std", "var_mean", "std_mean")
@@ -109,25 +111,25 @@ def variance(call: Call) -> tuple[Tensor, ...] | None:
     x, correction = call["self"], call.get("correction")
     if not x.ndim or x.dtype.kind != "float" or call.overload not in ("correction", "correction_out"):
         return None
-    axes, kept = _axes(x, call.get("dim")), bool(call.get("keepdim"))
-    rows, shown = _pattern(x, axes, kept=True), _pattern(x, axes, kept=kept)
-    less = 1 if correction is None else correction
-    count: Poly = prod((x.sizes[i] for i in axes), start=ONE) - poly(less)
+    axes, keepdim = _axes(x, call.get("dim")), bool(call.get("keepdim"))
+    rows, result_pattern = _pattern(x, axes, keepdim=True), _pattern(x, axes, keepdim=keepdim)
+    correction_ = 1 if correction is None else correction
+    count: Poly = prod((x.sizes[i] for i in axes), start=ONE) - poly(correction_)
 
     def body(x: Tensor) -> tuple[Tensor, ...]:
         mean = reduce(x, rows, "mean")
         squares = pointwise("square", x - mean)
-        if is_number(less, 0):
-            made = reduce(squares, shown, "mean")
+        if is_number(correction_, 0):
+            out = reduce(squares, result_pattern, "mean")
         else:
-            made = pointwise("div", reduce(squares, shown, "sum"), count)
-        made = pointwise("sqrt", made) if call.name.startswith("std") else made
+            out = pointwise("div", reduce(squares, result_pattern, "sum"), count)
+        out = pointwise("sqrt", out) if call.name.startswith("std") else out
         if not call.name.endswith("_mean"):
-            return (made,)
-        return made, mean if kept else reduce(x, shown, "mean")
+            return (out,)
+        return out, mean if keepdim else reduce(x, result_pattern, "mean")
 
-    made = fused(call.name, body, x, backward="variance")
-    return (made,) if isinstance(made, Tensor) else made
+    out = fused(call.name, body, x, backward="variance")
+    return (out,) if isinstance(out, Tensor) else out
 
 
 @translation("logsumexp")
@@ -136,12 +138,12 @@ def log_of_sums(call: Call) -> Tensor | None:
     x: Tensor = call["self"]
     if not x.ndim or x.dtype.kind != "float":
         return None
-    axes, kept = _axes(x, call["dim"]), bool(call.get("keepdim"))
+    axes, keepdim = _axes(x, call["dim"]), bool(call.get("keepdim"))
 
     def body(x: Tensor) -> Tensor:
-        largest = reduce(x, _pattern(x, axes, kept=True), "max")
-        sums = reduce(pointwise("exp", x - largest), _pattern(x, axes, kept=kept), "sum")
-        return pointwise("log", sums) + (largest if kept else reshape(largest, sums.sizes))
+        largest = reduce(x, _pattern(x, axes, keepdim=True), "max")
+        sums = reduce(pointwise("exp", x - largest), _pattern(x, axes, keepdim=keepdim), "sum")
+        return pointwise("log", sums) + (largest if keepdim else reshape(largest, sums.sizes))
 
     return one_kernel("logsumexp", body, x, backward="logsumexp")
 
@@ -175,7 +177,7 @@ def viewed(call: Call) -> Tensor:
 
 
 @translation("complex", "polar")
-def put_together(call: Call) -> Tensor | None:
+def complex_from_parts(call: Call) -> Tensor | None:
     """Translate into complex numbers from real and imaginary parts, or from moduli and angles."""
     first, second = call.arguments.values()
     if first.sizes != second.sizes:
@@ -183,14 +185,14 @@ def put_together(call: Call) -> Tensor | None:
 
     def body(*parts: Tensor) -> Tensor:
         modulus, angle = map(current_graph().adopt, parts)  # fixes the operand order
-        return _of_parts(*(pointwise("mul", modulus, pointwise(part, angle)) for part in ("cos", "sin")))
+        return _complex_view(*(pointwise("mul", modulus, pointwise(part, angle)) for part in ("cos", "sin")))
 
     if call.name == "polar":
         return one_kernel("polar", body, first, second, backward="polar")
-    return _of_parts(first, second)
+    return _complex_view(first, second)
 
 
-def _of_parts(*parts: Tensor) -> Tensor:
+def _complex_view(*parts: Tensor) -> Tensor:
     """Return complex numbers from real and imaginary parts."""
     return view_as(concat([reshape(t, (*t.sizes, ONE)) for t in parts], -1), "complex")
 

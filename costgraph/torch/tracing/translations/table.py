@@ -54,5 +54,5 @@ def translation(*names: str) -> Callable[[Translation], Translation]:
 
 def translation_of(name: str, overload: str, tags: Collection[Any]) -> Translation | None:
     """Return the translation of an op, None if it has none; ops that torch tags as pointwise have a generic one."""
-    found = TRANSLATIONS.get(f"{name}.{overload}") or TRANSLATIONS.get(name)
-    return TRANSLATIONS.get("pointwise") if found is None and torch.Tag.pointwise in tags else found
+    specific = TRANSLATIONS.get(f"{name}.{overload}") or TRANSLATIONS.get(name)
+    return TRANSLATIONS.get("pointwise") if specific is None and torch.Tag.pointwise in tags else specific

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from ..errors import UnsupportedError
 from ..ir.graph import BodyKind, OpKind
 from ..transforms.vjp.table import RULES
-from .interpreter import MEANINGS
+from .interpreter import REFERENCE_SEMANTICS
 from .properties import check
-from .strategies import SAMPLES, Case, Named, kind_of, ops
+from .strategies import STRATEGIES, Case, Named, kind_of, ops
 
 __all__ = [
-    "hold",
+    "check_op",
     "missing",
     "search",
 ]
@@ -35,9 +35,9 @@ def missing(kind: Named, **tables: Container[type[OpKind]]) -> tuple[str, ...]:
     Returns
     -------
     tuple of str
-        The missing ones among `infer`, `flops`, `reads`, `writes`, `meaning`, `sample`, `vjp` and the keys of
-        `tables`. Not all are required: without `vjp` a kind is not differentiable, and one with a body needs no
-        `meaning`.
+        The missing ones among `infer`, `flops`, `reads`, `writes`, `reference_semantics`, `strategy`, `vjp` and the
+        keys of `tables`. Not all are required: without `vjp` a kind is not differentiable, and one with a body needs no
+        `reference_semantics`.
 
     Raises
     ------
@@ -51,25 +51,27 @@ def missing(kind: Named, **tables: Container[type[OpKind]]) -> tuple[str, ...]:
     ((), ('vjp',))
     """
     kind = kind_of("missing", kind)
-    found = {
+    registered = {
         "infer": kind.infer is not OpKind.infer,
         "flops": kind.flops is not OpKind.flops,
         "reads": kind.reads is not OpKind.reads,
         "writes": kind.writes is not OpKind.writes,
-        "meaning": kind in MEANINGS or issubclass(kind, BodyKind),
-        "sample": kind in SAMPLES,
+        "reference_semantics": kind in REFERENCE_SEMANTICS or issubclass(kind, BodyKind),
+        "strategy": kind in STRATEGIES,
         "vjp": kind in RULES,
     }
-    return tuple(what for what, there in (found | {k: kind in t for k, t in tables.items()}).items() if not there)
+    return tuple(
+        rule for rule, present in (registered | {k: kind in t for k, t in tables.items()}).items() if not present
+    )
 
 
-def hold(kind: Named, examples: int = 100, *, laws: Iterable[str] | None = None, seed: int | None = None) -> None:
+def check_op(kind: Named, examples: int = 100, *, laws: Iterable[str] | None = None, seed: int | None = None) -> None:
     """Check an op kind on random graphs: its cost rules must match its reference semantics.
 
     Parameters
     ----------
     kind : subclass of OpKind or str
-        A registered op kind, or its name. It needs a `sample` and, unless it has a body, a `meaning`.
+        A registered op kind, or its name. It needs a `strategy` and, unless it has a body, `reference_semantics`.
     examples : int
         Number of graphs to draw. After a failure, smaller graphs are tried and the smallest failure is reported.
     laws : iterable of str, optional
@@ -80,20 +82,21 @@ def hold(kind: Named, examples: int = 100, *, laws: Iterable[str] | None = None,
     Raises
     ------
     UnsupportedError
-        If the kind is not registered, or has no meaning or no sample.
+        If the kind is not registered, or lacks reference semantics or a strategy.
     AssertionError
         If a property does not hold.
 
     Examples
     --------
     >>> from costgraph import testing
-    >>> testing.hold("einsum", examples=5)
+    >>> testing.check_op("einsum", examples=5)
     """
-    kind = kind_of("hold", kind)
-    for needed in ("meaning", "sample"):
-        if needed in missing(kind):
+    kind = kind_of("check_op", kind)
+    for registration in ("reference_semantics", "strategy"):
+        if registration in missing(kind):
             raise UnsupportedError(
-                f"hold: op kind {kind.name!r} has no {needed}, expected one from costgraph.testing.{needed}"
+                f"check_op: op kind {kind.name!r} has no {registration.replace('_', ' ')}, expected one from "
+                f"costgraph.testing.{registration}"
             )
     chosen = None if laws is None else tuple(laws)
 
@@ -130,7 +133,7 @@ def search(
         The exception raised for the smallest failing graph.
     """
     worst: tuple[int, Exception] | None = None
-    left = TRIES
+    tries_left = TRIES
 
     @settings(
         max_examples=examples,
@@ -142,9 +145,9 @@ def search(
     )
     @given(st.data())
     def drawn(data: st.DataObject) -> None:
-        nonlocal worst, left
-        left -= worst is not None
-        if left < 0:
+        nonlocal worst, tries_left
+        tries_left -= worst is not None
+        if tries_left < 0:
             raise _Enough
         case = data.draw(strategy)
         try:

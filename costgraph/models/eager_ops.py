@@ -13,10 +13,10 @@ import sympy
 
 import costgraph as cg
 
-__all__ = ["KERNELS", "Composed", "Kernels"]
+__all__ = ["KERNELS", "EagerOps", "Kernels"]
 
 #: Additive mask of a hidden score; the value affects no cost, and every floating format can represent it.
-_HIDDEN = -1e4
+_MASKED_SCORE = -1e4
 
 
 class Kernels:
@@ -24,7 +24,7 @@ class Kernels:
 
     # -- variable lifetimes --------------------------------------------------------------------------------------------
 
-    def named(self, x: cg.Tensor) -> cg.Tensor:
+    def keep_for_model(self, x: cg.Tensor) -> cg.Tensor:
         """Return a tensor that lives until the final norm."""
         return x
 
@@ -32,15 +32,15 @@ class Kernels:
         """Return a tensor, and keep others alive until it is computed."""
         return x
 
-    def add(self, x: cg.Tensor, made: cg.Tensor, given: cg.Tensor) -> cg.Tensor:
-        """Add a residual branch's output to the residual stream; `given` is the input of the branch."""
-        return x + made
+    def add(self, x: cg.Tensor, output: cg.Tensor, branch_input: cg.Tensor) -> cg.Tensor:
+        """Add a residual branch's output to the residual stream; `branch_input` is the input of the branch."""
+        return x + output
 
-    def left(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
+    def end_layer(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
         """Return the output of a layer with input x."""
         return y
 
-    def normed(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
+    def end_model(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
         """Return the output of the final norm with input x."""
         return y
 
@@ -54,7 +54,7 @@ class Kernels:
         """Divide by the root mean square, and scale."""
         return cg.rms_norm(x, name=name)
 
-    def hide(self, positions: cg.Tensor, kernel: str) -> None:
+    def create_mask(self, positions: cg.Tensor, kernel: str) -> None:
         """Create the causal mask, once for all layers."""
 
     def rotary_tables(self, positions: cg.Tensor, size: sympy.Expr) -> tuple[cg.Tensor, cg.Tensor]:
@@ -81,7 +81,7 @@ class Kernels:
 KERNELS = Kernels()
 
 
-class Composed(Kernels):
+class EagerOps(Kernels):
     """Functions as eager code runs them: one op for each call, with the lifetimes of Python variables.
 
     The softmax has the format of the scores by default. `renamed` says whether the output of a residual branch has its
@@ -91,35 +91,35 @@ class Composed(Kernels):
     def __init__(self, dtype: str, softmax: str = "", *, renamed: bool) -> None:
         self._dtype, self._softmax, self._renamed = dtype, softmax, renamed
         self._mask: cg.Tensor | None = None
-        self._of_model: list[cg.Tensor] = []
-        self._of_layer: list[cg.Tensor] = []
+        self._model_variables: list[cg.Tensor] = []
+        self._layer_variables: list[cg.Tensor] = []
 
     # -- variable lifetimes --------------------------------------------------------------------------------------------
 
-    def named(self, x: cg.Tensor) -> cg.Tensor:
+    def keep_for_model(self, x: cg.Tensor) -> cg.Tensor:
         """Return a tensor that lives until the final norm has returned."""
-        self._of_model.append(x)
+        self._model_variables.append(x)
         return x
 
     def keep(self, x: cg.Tensor, *others: cg.Tensor) -> cg.Tensor:
         """Return a tensor, and keep others alive until it is computed."""
         return cg.ops.keep(x, *others)
 
-    def add(self, x: cg.Tensor, made: cg.Tensor, given: cg.Tensor) -> cg.Tensor:
+    def add(self, x: cg.Tensor, output: cg.Tensor, branch_input: cg.Tensor) -> cg.Tensor:
         """Add, with the branch's input alive until the branch returns or, with its own variable, for longer."""
         if not self._renamed:
-            return x + cg.ops.keep(made, given)
-        self._of_layer.append(made)
-        return cg.ops.keep(x + made, given)
+            return x + cg.ops.keep(output, branch_input)
+        self._layer_variables.append(output)
+        return cg.ops.keep(x + output, branch_input)
 
-    def left(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
+    def end_layer(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
         """Keep a layer's input, and its attention outputs, alive until it returns."""
-        named, self._of_layer = self._of_layer, []
+        named, self._layer_variables = self._layer_variables, []
         return cg.ops.keep(y, *named, x)
 
-    def normed(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
+    def end_model(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
         """Keep all variables of the model alive until here."""
-        return cg.ops.keep(y, x, *self._of_model)
+        return cg.ops.keep(y, x, *self._model_variables)
 
     # -- functions -----------------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Composed(Kernels):
             y = cg.ops.cast(wide * cg.ops.pointwise("rsqrt", variance + 1e-6), x.dtype)
             return cg.ops.keep(x.graph.param("weight", x.shape[-1:]) * y, variance, wide)
 
-    def hide(self, positions: cg.Tensor, kernel: str) -> None:
+    def create_mask(self, positions: cg.Tensor, kernel: str) -> None:
         """Create the additive mask (b, 1, s, s) for eager attention: 0 where a query sees a key."""
         if kernel != "eager":
             return
@@ -147,8 +147,8 @@ class Composed(Kernels):
             B = cg.dims("B")
             queries = cg.ops.expand(positions, "s -> b 1 s 1", b=B)
             keys = cg.ops.expand(positions, "s -> b 1 1 s", b=B)
-            seen = cg.ops.pointwise("less_equal", keys, queries)
-            self._mask = self.named(cg.ops.pointwise("where", seen, 0.0, _HIDDEN, dtype=self._dtype))
+            visible = cg.ops.pointwise("less_equal", keys, queries)
+            self._mask = self.keep_for_model(cg.ops.pointwise("where", visible, 0.0, _MASKED_SCORE, dtype=self._dtype))
 
     def rotary_tables(self, positions: cg.Tensor, size: sympy.Expr) -> tuple[cg.Tensor, cg.Tensor]:
         """Compute cosines and sines for all elements of a head; both halves are equal."""
@@ -156,11 +156,11 @@ class Composed(Kernels):
             frequencies = positions.graph.buffer("inv_freq", (size / 2,), dtype="fp32")
             positions.graph.buffer("original_inv_freq", (size / 2,), dtype="fp32")
             angles = cg.ops.cast(cg.rearrange(positions, "s -> 1 s 1"), "fp32") * frequencies
-            both = cg.ops.concat([angles, angles])
-            cos, sin = (cg.ops.pointwise(f, both) * 1.0 for f in ("cos", "sin"))
+            doubled = cg.ops.concat([angles, angles])
+            cos, sin = (cg.ops.pointwise(f, doubled) * 1.0 for f in ("cos", "sin"))
             cos = cg.ops.cast(cos, self._dtype)
-            sin = cg.ops.keep(cg.ops.cast(sin, self._dtype), angles, both)
-        return self.named(cos), self.named(sin)
+            sin = cg.ops.keep(cg.ops.cast(sin, self._dtype), angles, doubled)
+        return self.keep_for_model(cos), self.keep_for_model(sin)
 
     def attention(self, q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, kernel: str, p: float) -> cg.Tensor:
         """Apply attention in separate ops, or in one kernel if there is no mask."""
@@ -175,7 +175,7 @@ class Composed(Kernels):
             scores = scores + self._mask
             y = cg.ops.cast(cg.softmax(cg.ops.cast(scores, self._softmax or scores.dtype)), v.dtype)
             y = cg.dropout(cg.ops.keep(y, scores), p)
-            self._of_layer.append(y)  # the module also returns the probabilities
+            self._layer_variables.append(y)  # the module also returns the probabilities
             return cg.ops.keep(cg.rearrange(_matmul(y, v), "b h s k -> b s (h k)", name="merge"), k, v)
 
     def self_attention(
@@ -183,17 +183,17 @@ class Composed(Kernels):
         rope: tuple[cg.Tensor, cg.Tensor], kernel: str, bias: bool, p: float,
     ) -> cg.Tensor:  # fmt: skip
         """Apply attention with rotary positions in separate ops, with the lifetimes of the module's variables."""
-        made = [
+        qkv = [
             cg.linear(x, "b s d -> b s h k", h=n, k=size, bias=bias, name=f"attention/{c}")
             for c, n in (("q", heads), ("k", groups), ("v", groups))
         ]
-        q, k, v = (cg.rearrange(t, "b s h k -> b h s k") for t in made)
+        q, k, v = (cg.rearrange(t, "b s h k -> b h s k") for t in qkv)
         with cg.scope("attention"):
-            turned, keys = _rotary(q, *rope), _rotary(k, *rope)
+            queries, keys = _rotary(q, *rope), _rotary(k, *rope)
             keys = cg.ops.keep(keys, q, k)  # both variables are reassigned after both rotations
-        y = self.attention(turned, keys, v, kernel, p)
+        y = self.attention(queries, keys, v, kernel, p)
         y = cg.linear(y, "b s e -> b s d", d=x.shape[2], bias=bias, name="attention/proj")
-        return cg.ops.keep(y, turned, keys, v)
+        return cg.ops.keep(y, queries, keys, v)
 
 
 def _rotary(x: cg.Tensor, cos: cg.Tensor, sin: cg.Tensor) -> cg.Tensor:
@@ -201,8 +201,8 @@ def _rotary(x: cg.Tensor, cos: cg.Tensor, sin: cg.Tensor) -> cg.Tensor:
     straight = x * cg.rearrange(cos, "1 s k -> 1 1 s k")
     half = x.shape[-1] / 2
     first, last = x[..., :half], x[..., half:]
-    turned = cg.ops.concat([-last, first])
-    return straight + turned * cg.rearrange(sin, "1 s k -> 1 1 s k")
+    rotated = cg.ops.concat([-last, first])
+    return straight + rotated * cg.rearrange(sin, "1 s k -> 1 1 s k")
 
 
 def _repeat_kv(x: cg.Tensor, repeats: sympy.Expr) -> cg.Tensor:
