@@ -37,6 +37,15 @@ def test_fused_ops_keep_placement(whole, rank):
     testing.check_sharded(whole, fused, **SIZES, S=3, L=2, DP=2, TP=1)
 
 
+def test_unsharded_parameters_are_in_memory_outside_fused_kernels():
+    """The fully_shard hooks copy them out of the all-gather buffer, outside compiled code."""
+    rank = cg.parallelize(step("llama-2-13b"), dp=2, zero=3)
+    fused = {t.name for op in cg.fuse(rank).walk() if not op.graph.fused for t in op.results}
+    copied = {t.name for op in rank.walk() if op.name.endswith("/table.all_gather") for t in op.results}
+    assert copied
+    assert copied <= fused
+
+
 @pytest.mark.parametrize(
     ("place", "transform"),
     [

@@ -973,7 +973,7 @@ class _Interpreter:
                 if isinstance(op.kind, Undef) or not op.kind.lent:
                     continue
                 op = taken(op)
-            if isinstance(op.kind, KeepAlive) and isinstance(env[op.operands[0]], list):  # stacked over iterations
+            if isinstance(op.kind, KeepAlive) and not isinstance(env[op.operands[0]], Value):  # stacked, or absent
                 env[op.results[0]] = env[op.operands[0]]
                 self.out.events.append(Event(op.name + where, self.allocated, [v.buffer for v in flat(op, env) if v]))
                 self.allocated = []

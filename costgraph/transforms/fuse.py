@@ -13,6 +13,7 @@ from ..errors import GraphError
 from ..ir.graph import Graph, Op, Storage, Tensor, building, need_flag
 from ..ir.strides import Sizes, contiguous, numel
 from ..notation.pattern import Pattern
+from ..ops.collectives import Collective
 from ..ops.einsum import Einsum
 from ..ops.elementwise import Dropout, Pointwise
 from ..ops.fill import Fill
@@ -366,7 +367,19 @@ def _read_operands(op: Op) -> tuple[Tensor, ...]:
     if not isinstance(op.kind, KeepAlive):
         return op.operands
     (result,) = op.results
-    return op.operands[:1] if op.graph.out_degree(result) or result in op.graph.outputs else ()
+    used = op.operands[:1] if op.graph.out_degree(result) or result in op.graph.outputs else ()
+    return (*used, *(t for t in op.operands if t not in used and _is_copied_out(t)))
+
+
+def _is_copied_out(t: Tensor) -> bool:
+    """Whether a tensor is copied out of a collective's buffer, as FSDP hooks do outside compiled code."""
+    op = t.producer
+    if op is None or not op.operands:
+        return False
+    buffer, owner = base_of(op.operands[0]), op.graph.owner
+    if owner is not None and owner.loop is not None and buffer in owner.loop.carries:  # gathered one iteration ahead
+        buffer = base_of(owner.loop.nexts[owner.loop.carries.index(buffer)])
+    return buffer.producer is not None and isinstance(buffer.producer.kind, Collective)
 
 
 def _with_predecessors(ops: Sequence[Op]) -> Iterator[tuple[Op, set[Op]]]:

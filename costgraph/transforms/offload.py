@@ -223,7 +223,7 @@ class _Offloader(Rewriter):
         """Return a new tensor in the given memory: itself, or a copy shared by an op's pass."""
         if t.storage.host == host:
             return t
-        key = (t, "backward" if op.phase in _BACK else op.phase, new)
+        key = (t, _pass(op), new)
         if key not in self.copies:
             self.copies[key] = self.transferred([t], op, new, host=host)
         return self.copies[key]
@@ -266,8 +266,7 @@ class _Offloader(Rewriter):
     def view(self, op: Op, new: Graph) -> None:
         """Add a view or `KeepAlive` of a tensor in whichever memory has it; a mere `KeepAlive` fetches nothing."""
         operands = [self.operand(t, op, new) for t in op.operands]
-        phase = "backward" if op.phase in _BACK else op.phase
-        operands = [self.copies.get((t, phase, new), t) if t.storage.host else t for t in operands]
+        operands = [self.copies.get((t, _pass(op), new), t) if t.storage.host else t for t in operands]
         sides = {self.on_host(reader) for t in op.results for reader in self.readers(t)}
         if len(sides) == 1 and not isinstance(op.kind, KeepAlive) and op.results[0].numel == op.operands[0].numel:
             operands = [self.in_memory(operands[0], op, new, host=sides.pop()), *operands[1:]]  # all readers are there
@@ -348,19 +347,23 @@ class _Offloader(Rewriter):
         self.add(op, replace(bound_record(op.kind, self.values), body=body), [*starts, *xs, *shared], new)
 
     def sliced(self, t: Tensor, op: Op, new: Graph) -> Tensor:
-        """Return a sliced operand, copied once if several loops on the host read it."""
-        operand = self.operand(t, op, new)
-        loops = [reader for reader in t.graph.successors(t) if reader.loop is not None and reader.phase == op.phase]
-        if not operand.storage.pieces or operand.storage.host or len(loops) < 2 or not all(map(self.on_host, loops)):
+        """Return a sliced operand, copied once if several loops of a pass read it in the other memory."""
+        operand, pass_ = self.operand(t, op, new), _pass(op)
+        loops = [reader for reader in t.graph.successors(t) if reader.loop is not None and _pass(reader) == pass_]
+        sides = {*map(self.on_host, loops)}
+        written = any(result.storage is t.storage for reader in loops for result in reader.results)
+        # parameters are written back slice by slice; later loops read the copy of an activation, such as a gradient
+        several = len(loops) > 1 and not (written and operand.storage.host)
+        shared = several or (written and t.storage.role == "activation")
+        if not shared or not operand.storage.pieces or sides != {not operand.storage.host}:
             return operand
-        key = (operand, op.phase, new)
+        key = (operand, pass_, new)
         if key not in self.copies:
+            to = "device" if operand.storage.host else "host"
             with opened(graph=new, levels=tuple(filter(None, op.scope.split("/"))), phase=op.phase):
-                (self.copies[key],) = each(operand.sizes[0], self._to_host, [operand], name="to_host")
+                copies = each(operand.sizes[0], lambda x: (transfer(x, self.link, to=to),), [operand], name=f"to_{to}")
+            (self.copies[key],) = copies
         return self.copies[key]
-
-    def _to_host(self, x: Tensor) -> tuple[Tensor]:
-        return (transfer(x, self.link, to="host"),)
 
     def iteration_output(self, t: Tensor, op: Op) -> Tensor:
         """Return an output of an iteration, on the host if offloaded; an inner loop has moved its own results."""
@@ -375,6 +378,11 @@ class _Offloader(Rewriter):
         sides = {self.on_host(reader) for reader in self.readers(f)}
         before_loop = len(sides) == 1 and not operand.storage.pieces and not is_pass(f.graph)
         return self.in_memory(operand, op, new, host=sides.pop()) if before_loop else operand
+
+
+def _pass(op: Op) -> str:
+    """Return the pass of an op: recomputed ops belong to the backward pass."""
+    return "backward" if op.phase in _BACK else op.phase
 
 
 def _is_view(op: Op) -> bool:

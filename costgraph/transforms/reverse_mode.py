@@ -229,12 +229,6 @@ class _Hoister(Rewriter):
         self.outside: dict[Tensor, Tensor] = {}
         """Hoisted sources, as seen from the graph that is being filled."""
 
-    def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
-        if old.parent is None:
-            for op in old.ops:
-                self.declare(op, new, ())
-        super().fill(old, new, suffix)
-
     def declare(self, op: Op, new: Graph, counts: tuple[Poly, ...]) -> None:
         """Declare a loop body's sources at the top level."""
         loop = op.loop
@@ -262,6 +256,8 @@ class _Hoister(Rewriter):
         if not sources or loop is None:
             super().emit(op, new, suffix)
             return
+        if op.graph.parent is None:  # optimizers update parameters in the order of their ops
+            self.declare(op, new, ())
         body = new.start_body(loop.body.name, fused=False)
         outer_sources = {t: self.outside[t] for t in sources}
         for f in (*loop.carries, *loop.slices):

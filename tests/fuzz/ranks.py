@@ -1,17 +1,25 @@
-"""Invariants of random `parallelize` chains: degree-1 axes, sums over ranks, ZeRO stages, early size binding."""
+"""Invariants of random `parallelize` chains: degree-1 axes, sums over ranks, ZeRO stages, early size binding.
+
+Per-rank graphs compute the same values as the unsharded step.
+"""
 
 from __future__ import annotations
 
 import random
 
 import costgraph as cg
+from costgraph import testing
 
 B, S, D, F, L = cg.dims("B S D F L")
 SIZES = {"B": 8, "S": 8, "D": 32, "F": 64, "L": 4}
+FEW = {"B": 4, "S": 2, "D": 8, "F": 8, "L": 4}
 
 
-def model(kinds: int, *, gated: bool, fused: bool) -> cg.Graph:
-    """Declare layers with unknown names: attention with a fused QKV projection, and an MLP."""
+def model(kinds: int, *, gated: bool, fused: bool, post_norm: bool = False) -> cg.Graph:
+    """Declare layers with unknown names, and the mean of their output.
+
+    With a norm at the end of each layer, all elements of the first gradient of the backward pass are equal.
+    """
     with cg.Graph("drawn", dtype="bf16") as g:
         x = g.input("x", (B, S, D))
 
@@ -24,7 +32,8 @@ def model(kinds: int, *, gated: bool, fused: bool) -> cg.Graph:
             else:
                 h = cg.silu(cg.linear(h, "b s d -> b s f", f=F, name="one"))
                 h = h * cg.linear(x, "b s d -> b s f", f=F, name="other") if gated else h
-            return x + cg.linear(h, "b s f -> b s d", d=D, name="two")
+            x = x + cg.linear(h, "b s f -> b s d", d=D, name="two")
+            return cg.nn.layer_norm(x, name="last") if post_norm else x
 
         names = [f"kind{i}" for i in range(kinds)]
         x = cg.nn.layers(L, dict.fromkeys(names, block), x, names)
@@ -38,15 +47,20 @@ def numbers(g: cg.Graph, **sizes: int) -> tuple[object, ...]:
 
 def check(rng: random.Random) -> None:
     """Draw one configuration and assert the invariants of every configuration."""
-    gated, fused = rng.random() < 0.5, rng.random() < 0.5
+    gated, fused, post_norm = rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.5
     kinds = rng.choice((1, 2))
     accumulate, checkpoint = rng.choice((1, 2)), rng.choice((None, cg.every_block()))
     optimizer = rng.choice((cg.SGD(), cg.AdamW(implementation="fused")))
     step = cg.training_step(
-        model(kinds, gated=gated, fused=fused), optimizer=optimizer, checkpoint=checkpoint, accumulate=accumulate
+        model(kinds, gated=gated, fused=fused, post_norm=post_norm),
+        optimizer=optimizer,
+        checkpoint=checkpoint,
+        accumulate=accumulate,
     )
     dp, tp = rng.choice((1, 2, 4)), rng.choice((1, 2, 4))
     assert numbers(cg.parallelize(step, dp=1, tp=1, zero=rng.randrange(4)), **SIZES) == numbers(step, **SIZES)
+    options = {"reduce_every_microbatch": False} if accumulate > 1 and rng.random() < 0.7 else {}
+    testing.check_sharded(step, cg.parallelize(step, dp=dp, tp=tp, zero=rng.randrange(4), **options), **FEW)
     whole = cg.state_bytes(step, **SIZES)
     ranks = [cg.parallelize(step, dp=dp, tp=tp, zero=stage) for stage in range(4)]
     held = [cg.state_bytes(rank, **SIZES) for rank in ranks]

@@ -8,12 +8,24 @@ import pytest
 from budget import in_part
 
 import costgraph as cg
-from tests.fuzz.ranks import SIZES, check, model
+from costgraph import testing
+from tests.fuzz.ranks import FEW, SIZES, check, model
 
 
 @pytest.mark.parametrize("seed", in_part(range(4), 3, 4))
 def test_ranks_keep_the_invariants_at_all_degrees(seed):
     check(random.Random(seed))
+
+
+@pytest.mark.parametrize(("kinds", "zero"), [(1, 0), (2, 3)])
+def test_gradients_of_a_mean_after_a_norm_are_accumulated_as_partial_sums(kinds, zero):
+    """The first gradient is an expanded scalar: each rank computes its own part."""
+    g = model(kinds, gated=False, fused=False, post_norm=True)
+    step = cg.training_step(g, optimizer=cg.SGD(), accumulate=2)
+    rank = cg.parallelize(step, dp=2, zero=zero, reduce_every_microbatch=False)
+    testing.check_sharded(step, rank, **FEW)
+    expanded = {str(t.sizes[0]) for op in rank.walk() if op.kind.name == "expand" for t in op.results if t.ndim == 3}
+    assert expanded == {"B/2"}
 
 
 def test_identical_layer_kinds_are_gathered_alike():

@@ -140,23 +140,24 @@ class Cutting(TokenRouting):
     def operand(self, op: Op, i: int, new: Graph, by_heads: Mapping[Tensor, Tensor]) -> Tensor:
         """Return a kernel operand, with a partial sum reduced to the placement of a similar operand."""
         old = op.operands[i]
+        similar = (
+            self.placements[self.tensors[o]]
+            for o in op.operands
+            if o is not old and o.sizes == old.sizes and isinstance(self.tensors[o], Tensor)
+            and not self.placements[self.tensors[o]].pending
+        )  # fmt: skip
+        if isinstance(self.tensors[old], UnplacedSource):
+            return self.value(old, new, next(similar, None), op.phase)
         t = by_heads[old] if old in by_heads else self.value(old, new)
         placement = self.placements[t]
         if t in self.params and op.phase != "optimizer":
             placement = placement.without(self.params[t] & placement.axes, self.mesh)
+        if t in self.undecided:
+            placement = next(similar, placement)
         shared = all(self.mesh.beside(axis) & placement.axes for axis in placement.pending)
         assert isinstance(op.kind, Kernel)
         # row offsets are rank-local partial sums that ops inside handle themselves
         reduced = placement.pending and t not in self.rows.indices
         if reduced and not (shared and is_linear_in(op.kind.body, op.kind.body.formals[i])):
-            like = next(
-                (
-                    self.placements[self.tensors[o]]
-                    for o in op.operands
-                    if o is not old and o.sizes == old.sizes and isinstance(self.tensors[o], Tensor)
-                    and not self.placements[self.tensors[o]].pending
-                ),
-                placement.without(placement.pending, self.mesh),
-            )  # fmt: skip
-            placement = like
+            placement = next(similar, placement.without(placement.pending, self.mesh))
         return self.moved_to(t, placement, new, op.phase)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ...algebra.polynomial import ONE, total
 from ...dtypes import DType
+from ...errors import UnsupportedError
 from ...ir.graph import Factors, Graph, Mesh, Op, OpKind, Placement, Repeat, Storage, Tensor, agree, blocks, seen
 from ...ir.strides import in_the_order_of
 from ...ops.collectives import Collective, LocalShard, Meshed
@@ -389,12 +390,22 @@ class RequestedPlacements:
 
 
 class UnplacedSource:
-    """The result of an op without operands, which is created when a reader requests a placement."""
+    """A tensor without a placement, which is created when a reader requests one.
+
+    It is the result of an op without operands, a scalar that is expanded, or an elementwise function of one.
+    """
 
     def __init__(self, op: Op) -> None:
         self.op = op
         value = op.kind.value if isinstance(op.kind, Fill) else None
         self.zero = isinstance(op.kind, Undef) or value == 0
+
+
+class WiderError(Exception):
+    """Raised when a carry of a loop should be sharded along more mesh axes than it starts with."""
+
+    def __init__(self, loop: Op, starts: Mapping[int, Placement]) -> None:
+        self.loop, self.starts = loop, starts
 
 
 class PlacedTensors(Rewriter):
@@ -428,6 +439,8 @@ class PlacedTensors(Rewriter):
         """New tensors whose rows are in rank-local order."""
         self.carried: set[Storage] = set()
         """Storages that are carried: the next iteration reads them with the same placement."""
+        self.undecided: dict[Tensor, tuple[Op, int]] = {}
+        """New carries that start as an expanded scalar, with their loop and position: the first reader places them."""
         self.carry_placements: dict[Tensor, Placement] = {}
         """Old tensors that are carried out, and the placement of the carry."""
         self.natural: dict[Any, Placement] = {}
@@ -511,13 +524,14 @@ class PlacedTensors(Rewriter):
         return new if self.open_kernel is None else self.open_kernel.graph()
 
     def create(self, later: UnplacedSource, old: Tensor, new: Graph, want: Placement) -> Tensor:
-        """Create the result of an op without operands with local sizes."""
+        """Create the result of a deferred op with local sizes."""
         if not later.zero:
             want = want.without(want.pending, self.mesh)
-        kind = later.op.kind
-        assert isinstance(kind, DenseFactory)
-        kind = with_local_domain(replace(kind, sizes=want.local(old.sizes)), want, self.mesh)
-        op = self.current_graph(new).add_op(kind, [], later.op.name, later.op.phase)
+        kind, graph = later.op.kind, self.current_graph(new)
+        if isinstance(kind, DenseFactory | Expand):
+            kind = with_local_domain(replace(kind, sizes=want.local(old.sizes)), want, self.mesh)
+        operands = [self.value(t, new, want if t.ndim else None) for t in later.op.operands]
+        op = graph.add_op(kind, operands, later.op.name, later.op.phase)
         op.scope = later.op.scope
         self.placements[op.results[0]] = want
         return op.results[0]
@@ -530,6 +544,9 @@ class PlacedTensors(Rewriter):
         key, always = (t, want, new, "" if t in self.params else phase), (t, want, new, "")
         if key in self.copies or always in self.copies:
             return self.copies.get(key) or self.copies[always]
+        if t in self.undecided and not want.pending and want.axes > have.axes:
+            loop, i = self.undecided[t]
+            raise WiderError(loop, {i: want})
         path, param = list(steps(have, want, self.mesh, None if t.domain is None else t.domain[1])), t in self.params
         moved = (
             self.expand_again(t, want, new, phase)
@@ -553,7 +570,11 @@ class PlacedTensors(Rewriter):
             key = always
             self.copies[moved, have, new, ""] = t
             self.exchange_sources[moved] = t
-        assert self.placements[moved] == want, f"{t!r}: {have} -> {self.placements[moved]}, expected {want}"
+        if self.placements[moved] != want:
+            raise UnsupportedError(
+                f"shard: {t.name!r} is placed as {have} but needed as {want}, and no collective converts between the "
+                f"two; expected compatible placements"
+            )
         if have.pending == want.pending or t not in self.rows.indices:  # a reduced count is the same on all ranks
             self.rows.note_alias(moved, t)
         if param:

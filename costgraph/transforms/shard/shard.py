@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Annotated
+from typing import Annotated, Any
 
 from ...algebra.polynomial import ONE, Poly, poly
 from ...algebra.symbols import is_name, shown
@@ -34,7 +35,7 @@ from ...ops.elementwise import Pointwise
 from ...ops.fill import DenseFactory
 from ...ops.grouped import GroupedMatmul, GroupedOuter
 from ...ops.index import Scatter
-from ...ops.layout import Rearrange, Slice
+from ...ops.layout import Expand, Rearrange, Slice
 from ...ops.loops import Empty, Kernel, Stacked
 from ...ops.updates import ZeroGrad
 from .choice import Choice, PlacedOperand, choose, key_placement, local_kind, queries, restricted
@@ -51,7 +52,7 @@ from .partial_sums import (
     targets,
     weight_gradients,
 )
-from .placed_tensors import RequestedPlacements, UnplacedSource, expanded_axes, in_rings
+from .placed_tensors import RequestedPlacements, UnplacedSource, WiderError, expanded_axes, in_rings
 
 __all__ = [
     "Sharder",
@@ -65,13 +66,6 @@ __all__ = [
 
 #: Kinds whose result is the parameter they read, in another form.
 _SAME = (Rearrange, Slice, Pointwise)
-
-
-class _WiderError(Exception):
-    """Raised when an iteration leaves a carry sharded along more mesh axes than it received it with."""
-
-    def __init__(self, starts: Mapping[int, Placement]) -> None:
-        self.starts = starts
 
 
 class Sharder(Cutting):
@@ -97,7 +91,7 @@ class Sharder(Cutting):
         # a stack is allocated before its slices are written
         if isinstance(op.kind, Empty) or (op.results[:1] and op.results[0] in self.requested.stacks):
             self.stack(op, new)
-        elif isinstance(op.kind, DenseFactory):
+        elif isinstance(op.kind, DenseFactory) or self.is_expanded(op):
             self.tensors[op.results[0]] = UnplacedSource(op)
         elif self.reduce_before_cast(op):
             pass
@@ -128,6 +122,23 @@ class Sharder(Cutting):
                     self.reduced[t.storage] = self.tensors[t]
         if not in_kernel:
             self.after(op, new)
+
+    def is_expanded(self, op: Op) -> bool:
+        """Whether an op expands a scalar, or maps an expanded scalar elementwise: each rank computes its part alone."""
+        if self.open_kernel is not None or op.kind.overwrites() or op.results[0] in self.grad_placements:
+            return False
+        operands = [self.tensors[t] for t in op.operands]
+        deferred = [isinstance(x, UnplacedSource) for x in operands]
+        if any(not d and (x.ndim or self.placements[x].pending) for x, d in zip(operands, deferred, strict=True)):
+            return False
+        if isinstance(op.kind, Expand):
+            return op.operands[0].ndim == 0
+        same = all(t.sizes == op.results[0].sizes for t in op.operands if t.ndim)
+        return (
+            isinstance(op.kind, Pointwise)
+            and same
+            and any(d and not isinstance(x.op.kind, DenseFactory) for x, d in zip(operands, deferred, strict=True))
+        )
 
     def plain(self, op: Op, new: Graph) -> None:
         """Add the local form of an op that has no body."""
@@ -309,18 +320,28 @@ class Sharder(Cutting):
                 )
             starts.append(placement)
         host, outer_kernel = self.current_graph(new), self.open_kernel
-        tensors, copies, by_heads = dict(self.tensors), dict(self.copies), dict(self.by_heads)
         self.open_kernel = None  # a loop inside a kernel is not split: collectives stay inside
         while True:
+            state = self.snapshot()
             try:
                 with host.transaction():
                     self.iterations(op, host, starts)
                 break
-            except _WiderError as wider:
+            except WiderError as wider:
+                if wider.loop is not op:
+                    raise
                 starts = [wider.starts.get(i, placement) for i, placement in enumerate(starts)]
-                # undo this attempt
-                self.tensors, self.copies, self.by_heads = dict(tensors), dict(copies), dict(by_heads)
+                vars(self).update(state)  # undo this attempt
         self.open_kernel = outer_kernel
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return a copy of the attributes, to restore after a failed attempt."""
+        return {
+            name: copy(value) if isinstance(value, set | list)
+            else {k: copy(v) if isinstance(v, set | list) else v for k, v in value.items()} if isinstance(value, dict)
+            else value
+            for name, value in vars(self).items()
+        }  # fmt: skip
 
     def iterations(self, op: Op, new: Graph, starts: Sequence[Placement | None]) -> None:
         """Add the loop with its carries at given placements."""
@@ -340,6 +361,11 @@ class Sharder(Cutting):
         shared = [self.without_partials(t, new, op.phase) for t in loop.shared]
         body = new.start_body(loop.body.name, fused=False)
         self.enter(loop, carried, xs, shared, body)
+        self.undecided |= {
+            self.tensors[f]: (op, i)
+            for i, (f, t, placement) in enumerate(zip(loop.carries, loop.starts, starts, strict=True))
+            if placement is None and isinstance(start := self.tensors[t], UnplacedSource) and not start.zero
+        }
         self.carry_placements |= {
             t: placement for t, placement in zip(loop.nexts, starts, strict=True) if placement is not None
         }
@@ -350,7 +376,7 @@ class Sharder(Cutting):
             for i, placement in enumerate(carry_placements)
             if (partial := self.partial_start(i, op, placement)) is not None
         }:
-            raise _WiderError(parts)
+            raise WiderError(op, parts)
         for i, t in enumerate(loop.nexts):
             self.finish_carry(i, t, body, op, carry_placements[i])
         self.tensors |= {t: self.by_heads[t] for t in loop.saved if t in self.by_heads}
@@ -460,7 +486,7 @@ class Sharder(Cutting):
             dims = [d if not placement.dims[j] else placement.dims[j] for j, d in enumerate(after.dims)]
             wider = Placement(tuple(dims))
             if wider != placement and len(wider.axes) == sum(len([f for f in d if isinstance(f, str)]) for d in dims):
-                raise _WiderError({i: wider})
+                raise WiderError(op, {i: wider})
         if (
             t not in self.requested.placements
             and loop.carries[i] not in self.requested.placements
