@@ -143,7 +143,7 @@ def crossovers(
     >>> print(cg.plan.crossovers(found, "S", (1024, 65536), multiple_of=1024))
     from S  dp  tp  zero  micro  times  checkpoint      step  peak memory
      1,024   1   8     3      8      1  none          124 ms     20.17 GB
-     3,072   8   1     3      1      1  none        285.3 ms     31.08 GB
+     3,072   8   1     3      1      1  none        287.9 ms     31.08 GB
     12,288                                               inf          inf
     """
     place = "crossovers"
