@@ -18,9 +18,7 @@ FEW = {"B": 4, "S": 2, "D": 8, "F": 8, "L": 4}
 VOCABULARY = 8
 
 
-def model(
-    kinds: int, *, gated: bool, fused: bool, post_norm: bool = False, padding_idx: int | None = None
-) -> cg.Graph:
+def model(kinds: int, *, gated: bool, fused: bool, post_norm: bool = False, padding_idx: int | None = None) -> cg.Graph:
     """Declare layers with unknown names, and the mean of their output.
 
     With a norm at the end of each layer, all elements of the first gradient of the backward pass are equal. With a
