@@ -221,17 +221,18 @@ class _Rank:
             at.operands[0], kind.dim, at.of(kind.ranks), self.rendezvous.place(self.me, kind.axis)
         )
 
-    def local_rows(self, at: At[Any], rows: int) -> tuple[Array, Array]:
-        """Translate global row indices to local ones, with a mask of the rows that the rank owns."""
+    def local_rows(self, at: At[Any], rows: int) -> tuple[Array, Array, Array]:
+        """Translate global row indices to local ones, with masks of the rows that the rank owns and of `passed`."""
         axis = at.kind.part
         ranks, me = len(self.rendezvous.group(self.me, axis)), self.rendezvous.place(self.me, axis)
-        local_index = at.operands[1].array.astype(int) % (rows * ranks) - me * rows
-        return local_index, (local_index >= 0) & (local_index < rows)
+        index = at.operands[1].array.astype(int) % (rows * ranks)
+        local_index = index - me * rows
+        return local_index, (local_index >= 0) & (local_index < rows), index == at.kind.passed
 
     def looked_up(self, at: At[Gather]) -> Array:
         """Look up the local rows, with zeros for other ranks' rows."""
         table, batch = at.operands[0].array, at.kind.batch
-        local_index, is_local = self.local_rows(at, table.shape[batch])
+        local_index, is_local, _ = self.local_rows(at, table.shape[batch])
         rows = table[(*np.indices(local_index.shape)[:batch], np.where(is_local, local_index, 0))]
         return np.where(is_local.reshape(*is_local.shape, *(1,) * (rows.ndim - is_local.ndim)), rows, 0.0)
 
@@ -240,7 +241,8 @@ class _Rank:
         kind, target, updates = at.kind, at.operands[0].array, at.operands[-1].array
         if kind.overwrites():
             at.made[0] = at.operands[0]
-        local_index, is_local = self.local_rows(at, target.shape[kind.batch])
+        local_index, is_local, is_passed = self.local_rows(at, target.shape[kind.batch])
+        is_local = is_local & ~is_passed if kind.mode == "add" else is_local
         result = np.array(target)
         rows = (*(i[is_local] for i in np.indices(local_index.shape)[: kind.batch]), local_index[is_local])
         if kind.mode == "set":

@@ -842,10 +842,15 @@ def _indexed(s: Sketch) -> tuple[Tensor, list[Tensor], int]:
     return x, [s.fresh((*x.shape[:batch], s.number(1, s.value(x.sizes[batch]))), "int64", "input")], batch
 
 
+def _passed(s: Sketch, x: Tensor, ids: Sequence[Tensor], batch: int) -> int | None:
+    """Draw the row that receives no gradient; finite differences give it one."""
+    return None if s.trained or len(ids) > 1 or s.chance(1) else s.number(0, s.value(x.sizes[batch]) - 1)
+
+
 @strategy(Gather)
 def _gather(s: Sketch) -> Sequence[Tensor]:
     x, ids, batch = _indexed(s)
-    return apply(Gather(batch=batch), [x, *ids], "gather")
+    return apply(Gather(batch=batch, passed=_passed(s, x, ids, batch)), [x, *ids], "gather")
 
 
 @strategy(Scatter)
@@ -856,7 +861,8 @@ def _scatter(s: Sketch) -> Sequence[Tensor]:
     mode = s.one_of(["add", "set", *(["max"] if len(ids) == 1 else [])])
     if s.trained and ((mode == "set" and s.elements(ids[0]) > s.value(x.sizes[0])) or (mode == "max" and changes)):
         mode = "add"  # autograd has no gradient for rows set twice, nor for a maximum in place
-    return apply(Scatter(mode=mode, inplace=changes, batch=batch), [x, *ids, updates], "scatter")
+    passed = _passed(s, x, ids, batch) if mode == "add" else None
+    return apply(Scatter(mode=mode, inplace=changes, batch=batch, passed=passed), [x, *ids, updates], "scatter")
 
 
 @strategy(Arange)

@@ -9,19 +9,27 @@ import random
 
 import costgraph as cg
 from costgraph import testing
+from costgraph.ir.graph import apply
+from costgraph.ops.index import Gather
 
 B, S, D, F, L = cg.dims("B S D F L")
 SIZES = {"B": 8, "S": 8, "D": 32, "F": 64, "L": 4}
 FEW = {"B": 4, "S": 2, "D": 8, "F": 8, "L": 4}
+VOCABULARY = 8
 
 
-def model(kinds: int, *, gated: bool, fused: bool, post_norm: bool = False) -> cg.Graph:
+def model(kinds: int, *, gated: bool, fused: bool, post_norm: bool = False, padding_idx: int | None = None) -> cg.Graph:
     """Declare layers with unknown names, and the mean of their output.
 
-    With a norm at the end of each layer, all elements of the first gradient of the backward pass are equal.
+    With a norm at the end of each layer, all elements of the first gradient of the backward pass are equal. With a
+    padding index, the layers read token embeddings.
     """
     with cg.Graph("drawn", dtype="bf16") as g:
-        x = g.input("x", (B, S, D))
+        if padding_idx is None:
+            x = g.input("x", (B, S, D))
+        else:
+            table, tokens = g.param("tokens/table", (VOCABULARY, D)), g.input("tokens", (B, S), dtype="int64")
+            (x,) = apply(Gather(passed=padding_idx), [table, tokens], "gather")
 
         def block(x: cg.Tensor) -> cg.Tensor:
             h = cg.rms_norm(x)
@@ -51,8 +59,9 @@ def check(rng: random.Random) -> None:
     kinds = rng.choice((1, 2))
     accumulate, checkpoint = rng.choice((1, 2)), rng.choice((None, cg.every_block()))
     optimizer = rng.choice((cg.SGD(), cg.AdamW(implementation="fused")))
+    padding_idx = rng.choice((None, 0, VOCABULARY - 1))
     step = cg.training_step(
-        model(kinds, gated=gated, fused=fused, post_norm=post_norm),
+        model(kinds, gated=gated, fused=fused, post_norm=post_norm, padding_idx=padding_idx),
         optimizer=optimizer,
         checkpoint=checkpoint,
         accumulate=accumulate,

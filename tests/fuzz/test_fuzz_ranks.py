@@ -9,7 +9,7 @@ from budget import in_part
 
 import costgraph as cg
 from costgraph import testing
-from tests.fuzz.ranks import FEW, SIZES, check, model
+from tests.fuzz.ranks import FEW, SIZES, VOCABULARY, check, model
 
 
 @pytest.mark.parametrize("seed", in_part(range(4), 3, 4))
@@ -26,6 +26,16 @@ def test_gradients_of_a_mean_after_a_norm_are_accumulated_as_partial_sums(kinds,
     testing.check_sharded(step, rank, **FEW)
     expanded = {str(t.sizes[0]) for op in rank.walk() if op.kind.name == "expand" for t in op.results if t.ndim == 3}
     assert expanded == {"B/2"}
+
+
+@pytest.mark.parametrize("padding_idx", [0, VOCABULARY - 1])
+def test_padding_rows_of_split_tables_get_no_gradient(padding_idx):
+    """The padding row of the first rank, or of the last one."""
+    g = model(1, gated=False, fused=False, padding_idx=padding_idx)
+    step = cg.training_step(g, optimizer=cg.SGD())
+    rank = cg.parallelize(step, dp=2, tp=2)
+    assert rank.sharding.places["tokens/table"].axes == {"tp"}
+    testing.check_sharded(step, rank, **FEW)
 
 
 def test_identical_layer_kinds_are_gathered_alike():

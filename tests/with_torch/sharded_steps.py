@@ -6,6 +6,8 @@ from functools import cache, partial
 from shared import load
 
 import costgraph as cg
+from costgraph.ir.graph import apply
+from costgraph.ops.index import Scatter
 
 #: Small sizes, divisible by four ranks on every axis.
 SIZES = {"B": 4, "S": 4, "D": 8, "F": 16, "H": 4, "G": 4, "K": 2, "L": 2, "V": 16}
@@ -102,7 +104,7 @@ def buckets(**policy):
 
 
 def lookups():
-    """Row-sharded tables: lookups along rows and along columns, and writes."""
+    """Row-sharded tables: lookups along rows and along columns, and writes, some of which skip a padding row."""
     V, D, N, B = cg.dims("V D N B")
     with cg.Graph("lookups", dtype="fp64") as g:
         table, new = g.input("table", (V, D)), g.input("new", (N, D))
@@ -111,6 +113,8 @@ def lookups():
         rows = {"add": ids, "max": ids, "set": cg.ops.arange(N)}
         g.output(cg.embedding(ids, table), cg.ops.take_along(wide, columns))
         g.output(*(cg.ops.scatter(table, at, new, mode=mode, inplace=False) for mode, at in rows.items()))
+        for passed in (1, 8):
+            g.output(*apply(Scatter(mode="add", passed=passed), [table, ids, new], "scatter"))
         g.output(cg.ops.scatter(wide, columns, sums, along=True, inplace=False))
         g.output(*(cg.reduce(wide, "b v -> b", how) for how in ("mean", "max", "min")))
     placements = {"table": "(v x) d", "wide": "b (v x)"}

@@ -38,7 +38,7 @@ from ...ops.index import Scatter
 from ...ops.layout import Expand, Rearrange, Slice
 from ...ops.loops import Empty, Kernel, Stacked
 from ...ops.updates import ZeroGrad
-from .choice import Choice, PlacedOperand, choose, key_placement, local_kind, queries, restricted
+from .choice import Choice, PlacedOperand, RankOrderedRows, choose, key_placement, local_kind, queries, restricted
 from .cutting import Cutting
 from .fsdp_policy import FullyShard
 from .grad_reduction import Buckets, PeeledLastMicroBatch, in_buckets
@@ -66,6 +66,17 @@ __all__ = [
 
 #: Kinds whose result is the parameter they read, in another form.
 _SAME = (Rearrange, Slice, Pointwise)
+
+
+def _copied(value: Any) -> Any:
+    """Copy collections, including those in dicts and in the notes on rank-local rows."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, RankOrderedRows):
+        duplicate = copy(value)
+        vars(duplicate).update(_copied(vars(value)))
+        return duplicate
+    return copy(value) if isinstance(value, set | list) else value
 
 
 class Sharder(Cutting):
@@ -336,12 +347,7 @@ class Sharder(Cutting):
 
     def snapshot(self) -> dict[str, Any]:
         """Return a copy of the attributes, to restore after a failed attempt."""
-        return {
-            name: copy(value) if isinstance(value, set | list)
-            else {k: copy(v) if isinstance(v, set | list) else v for k, v in value.items()} if isinstance(value, dict)
-            else value
-            for name, value in vars(self).items()
-        }  # fmt: skip
+        return {name: _copied(value) for name, value in vars(self).items()}
 
     def iterations(self, op: Op, new: Graph, starts: Sequence[Placement | None]) -> None:
         """Add the loop with its carries at given placements."""
