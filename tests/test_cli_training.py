@@ -210,7 +210,10 @@ def test_plans_are_written_to_files(capsys, tmp_path):
         (["plan", "gpt2"], "Missing option '--hardware'"),
         (["plan", "gpt2", "--hardware", "h1"], "hardware 'h1' is unknown"),
         (["plan", "gpt2", "--hardware", "h100-sxm", "--tokens", "many"], "--tokens: got 'many', expected a size"),
-        (["plan", "gpt2", "--hardware", "h100-sxm", "--devices", "0"], "--devices: got '0', expected a positive integer"),
+        (
+            ["plan", "gpt2", "--hardware", "h100-sxm", "--devices", "0"],
+            "--devices: got '0', expected a positive integer",
+        ),
         (["plan", "gpt2", "--hardware", "h100-sxm", "--mfu", "0"], "preflight: mfu: 0.0, expected a number above 0"),
         (
             ["plan", "gpt2", "--hardware", "h100-sxm", "--days", "-1", "--tokens", "1T", "--mfu", "0.5"],
