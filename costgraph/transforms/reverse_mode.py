@@ -809,13 +809,15 @@ class ReverseMode:
         self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]
     ) -> Sequence[Tensor | None]:
         """Return the gradients as `gradients` does, with the copies a kernel makes for its memory format."""
-        if self.fused or not op.kind.grad_memory_format:
+        ndim = op.results[0].ndim  # kernels copy no gradients of statistics, such as a logsumexp or a mean
+        grad = next((g for g in grads if g is not None and g.ndim == ndim), None)
+        if self.fused or not op.kind.grad_memory_format or grad is None:
             return self.dispatch(op, grads, needs)
-        order = _memory_format(op, grads)
-        copies = [None if g is None else copied_into(g, order) for g in grads]
+        order = _memory_format(op, grad)
+        copies = [copied_into(g, order) if g is not None and g.ndim == ndim else g for g in grads]
         operand_grads = list(self.dispatch(op, copies, needs))
         if op.kind.copies_grad_input and operand_grads[0] is not None:
-            operand_grads[0] = _in_own_format(op, operand_grads[0], order, next(g for g in grads if g is not None))
+            operand_grads[0] = _in_own_format(op, operand_grads[0], order, grad)
         copied = [
             t for pair in zip(grads, copies, strict=True) if pair[0] is not pair[1] for t in pair if t is not None
         ]
@@ -862,9 +864,8 @@ class ReverseMode:
         return operand_grads
 
 
-def _memory_format(op: Op, grads: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """Return the memory order of axes that a backward kernel copies incoming gradients into."""
-    grad = next(g for g in grads if g is not None)
+def _memory_format(op: Op, grad: Tensor) -> tuple[int, ...]:
+    """Return the memory order of axes that a backward kernel copies an incoming gradient into."""
     if op.kind.grad_memory_format == "bshd":  # heads may be two axes, the first being KV groups
         return (0, grad.ndim - 2, *range(1, grad.ndim - 2), grad.ndim - 1)
     like = op.operands[0] if op.kind.grad_memory_format == "operand" else grad
