@@ -756,12 +756,15 @@ class ReverseMode:
 
     def pull(self, op: Op) -> None:
         """Apply one op's gradient rule and accumulate the results."""
-        grads = tuple(self.take(t) for t in op.results)
         needs = tuple(t in self.active for t in op.operands)
+        write = None if self.fused else _write_of(op)
+        if write is not None and any(needs):
+            with scoped(write):
+                self.embed(op, write)
+        grads = tuple(self.take(t) for t in op.results)
         if not (any(needs) or is_leaf(op)) or all(g is None for g in grads):
             return
-        write = _write_of(op)
-        if write is not None and grads[0] is not None and write.results[0] not in self.grads and not self.fused:
+        if write is not None and grads[0] is not None:
             with scoped(write):
                 self.write_back(op, write, grads[0])
             return
@@ -776,6 +779,19 @@ class ReverseMode:
                 if grad is not None:
                     self.partial_grads[grad.storage] -= 1
                 self.put(t, grad)
+
+    def embed(self, op: Op, write: Op) -> None:
+        """Pass the gradient of a view that an op wrote into on to the whole tensor, embedded in zeros.
+
+        torch replays the view of the written tensor, so that its gradient arrives through `AsStridedBackward`.
+        """
+        grad = self.take(write.results[0])
+        if grad is None:
+            return
+        whole = op.results[0]
+        zeros = fill(whole.shape, dtype=grad.dtype)
+        written = assign(_apply_views(zeros, op.operands[0], write.operands[0]), grad)
+        self.put(whole, apply(op.kind, [zeros, _apply_views(written, write.results[0], op.operands[1])], "embedded")[0])
 
     def write_back(self, op: Op, write: Op, grad: Tensor) -> None:
         """Walk back over an op that wrote into a slice of a tensor, as torch's `CopySlices`.
