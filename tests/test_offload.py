@@ -264,3 +264,13 @@ def test_transfer_can_write_into_existing_tensor():
         pytest.raises(ShapeError, match=r"into y\(3; fp32\), expected a tensor of the same shape and format"),
     ):
         apply(Transfer(link="pcie", into=True), [g.input("y", (3,)), g.input("x", (5,))], "t")
+
+
+@pytest.mark.parametrize("optimizer", [cg.SGD(), cg.AdaGrad(lr=0.01)])
+def test_stacked_gradient_buffers_return_from_host_updates(optimizer):
+    def traffic(g):
+        whole = cg.training_step(g, optimizer=optimizer, precision="megatron-bf16", clip=1.0)
+        return cg.bytes_moved(cg.offload(whole, "optimizer"), B=2, S=3, D=5, F=7)
+
+    layers = model("bf16", count=4)
+    assert traffic(layers) == traffic(cg.unroll(layers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from ..algebra.polynomial import ZERO
@@ -15,6 +16,7 @@ from ..ir.graph import (
     Op,
     Repeat,
     Tensor,
+    apply,
     is_pass,
     need_graph,
     opened,
@@ -302,7 +304,13 @@ class _Offloader(Rewriter):
         """Write the result of an in-place op on a copy back into the original."""
         for t, result in zip(op.results, new_op.results, strict=True):
             if t.storage is old.storage:
-                self.tensors[t] = self.transferred([original, result], op, new, host=original.storage.host)
+                self.returned(t, self.transferred([original, result], op, new, host=original.storage.host), result, op)
+
+    def returned(self, old: Tensor, original: Tensor, copy: Tensor, op: Op) -> None:
+        """Record that an original has the values of its copy; later ops of the pass read a copy on the host again."""
+        self.tensors[old] = original
+        if copy.storage.host:
+            self.copies[original, _pass(op), original.graph] = copy
 
     def kernel_body(self, old: Graph, operands: Sequence[Tensor], new: Graph) -> Graph:
         """Copy a kernel's body, whose tensors are all in one memory."""
@@ -345,6 +353,23 @@ class _Offloader(Rewriter):
         body.outputs += [body.adopt(t) for t in outputs]
         assert isinstance(op.kind, Repeat)
         self.add(op, replace(bound_record(op.kind, self.values), body=body), [*starts, *xs, *shared], new)
+        for t, x in zip(loop.xs, xs, strict=True):
+            original = self.operand(t, op, new)
+            if x is not original and original.role in SOURCES:
+                self.write_back_stack(t, original, op, new)
+
+    def write_back_stack(self, old: Tensor, original: Tensor, op: Op, new: Graph) -> None:
+        """Write a copied stack that a loop overwrote back into the original."""
+        for t in op.results:
+            if t.storage is old.storage:
+                copy, to = self.current(t), "host" if original.storage.host else "device"
+                into = Transfer(link=self.link, to=to, into=True)
+                with _opened_like(op, new):
+                    (written,) = each(
+                        original.sizes[0], lambda *slices: (apply(into, slices, "transfer")[0],),  # noqa: B023
+                        [original, copy], name=f"to_{to}",
+                    )  # fmt: skip
+                self.returned(t, written, copy, op)
 
     def sliced(self, t: Tensor, op: Op, new: Graph) -> Tensor:
         """Return a sliced operand, copied once if several loops of a pass read it in the other memory."""
@@ -352,15 +377,15 @@ class _Offloader(Rewriter):
         loops = [reader for reader in t.graph.successors(t) if reader.loop is not None and _pass(reader) == pass_]
         sides = {*map(self.on_host, loops)}
         written = any(result.storage is t.storage for reader in loops for result in reader.results)
-        # parameters are written back slice by slice; later loops read the copy of an activation, such as a gradient
+        # parameters on the host are written back slice by slice; later loops read the copy of an activation
         several = len(loops) > 1 and not (written and operand.storage.host)
-        shared = several or (written and t.storage.role == "activation")
+        key = (operand, pass_, new)
+        shared = several or key in self.copies or (written and t.storage.role == "activation")
         if not shared or not operand.storage.pieces or sides != {not operand.storage.host}:
             return operand
-        key = (operand, pass_, new)
         if key not in self.copies:
             to = "device" if operand.storage.host else "host"
-            with opened(graph=new, levels=tuple(filter(None, op.scope.split("/"))), phase=op.phase):
+            with _opened_like(op, new):
                 copies = each(operand.sizes[0], lambda x: (transfer(x, self.link, to=to),), [operand], name=f"to_{to}")
             (self.copies[key],) = copies
         return self.copies[key]
@@ -383,6 +408,11 @@ class _Offloader(Rewriter):
 def _pass(op: Op) -> str:
     """Return the pass of an op: recomputed ops belong to the backward pass."""
     return "backward" if op.phase in _BACK else op.phase
+
+
+def _opened_like(op: Op, new: Graph) -> AbstractContextManager[None]:
+    """Add ops to a graph in the scope and phase of another op."""
+    return opened(graph=new, levels=tuple(filter(None, op.scope.split("/"))), phase=op.phase)
 
 
 def _is_view(op: Op) -> bool:

@@ -756,12 +756,15 @@ class ReverseMode:
 
     def pull(self, op: Op) -> None:
         """Apply one op's gradient rule and accumulate the results."""
-        grads = tuple(self.take(t) for t in op.results)
         needs = tuple(t in self.active for t in op.operands)
+        write = None if self.fused else _write_of(op)
+        if write is not None and any(needs):
+            with scoped(write):
+                self.embed(op, write)
+        grads = tuple(self.take(t) for t in op.results)
         if not (any(needs) or is_leaf(op)) or all(g is None for g in grads):
             return
-        write = _write_of(op)
-        if write is not None and grads[0] is not None and write.results[0] not in self.grads and not self.fused:
+        if write is not None and grads[0] is not None:
             with scoped(write):
                 self.write_back(op, write, grads[0])
             return
@@ -776,6 +779,19 @@ class ReverseMode:
                 if grad is not None:
                     self.partial_grads[grad.storage] -= 1
                 self.put(t, grad)
+
+    def embed(self, op: Op, write: Op) -> None:
+        """Pass the gradient of a view that an op wrote into on to the whole tensor, embedded in zeros.
+
+        torch replays the view of the written tensor, so that its gradient arrives through `AsStridedBackward`.
+        """
+        grad = self.take(write.results[0])
+        if grad is None:
+            return
+        whole = op.results[0]
+        zeros = fill(whole.shape, dtype=grad.dtype)
+        written = assign(_apply_views(zeros, op.operands[0], write.operands[0]), grad)
+        self.put(whole, apply(op.kind, [zeros, _apply_views(written, write.results[0], op.operands[1])], "embedded")[0])
 
     def write_back(self, op: Op, write: Op, grad: Tensor) -> None:
         """Walk back over an op that wrote into a slice of a tensor, as torch's `CopySlices`.
@@ -809,13 +825,15 @@ class ReverseMode:
         self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]
     ) -> Sequence[Tensor | None]:
         """Return the gradients as `gradients` does, with the copies a kernel makes for its memory format."""
-        if self.fused or not op.kind.grad_memory_format:
+        ndim = op.results[0].ndim  # kernels copy no gradients of statistics, such as a logsumexp or a mean
+        grad = next((g for g in grads if g is not None and g.ndim == ndim), None)
+        if self.fused or not op.kind.grad_memory_format or grad is None:
             return self.dispatch(op, grads, needs)
-        order = _memory_format(op, grads)
-        copies = [None if g is None else copied_into(g, order) for g in grads]
+        order = _memory_format(op, grad)
+        copies = [copied_into(g, order) if g is not None and g.ndim == ndim else g for g in grads]
         operand_grads = list(self.dispatch(op, copies, needs))
         if op.kind.copies_grad_input and operand_grads[0] is not None:
-            operand_grads[0] = _in_own_format(op, operand_grads[0], order, next(g for g in grads if g is not None))
+            operand_grads[0] = _in_own_format(op, operand_grads[0], order, grad)
         copied = [
             t for pair in zip(grads, copies, strict=True) if pair[0] is not pair[1] for t in pair if t is not None
         ]
@@ -862,9 +880,8 @@ class ReverseMode:
         return operand_grads
 
 
-def _memory_format(op: Op, grads: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """Return the memory order of axes that a backward kernel copies incoming gradients into."""
-    grad = next(g for g in grads if g is not None)
+def _memory_format(op: Op, grad: Tensor) -> tuple[int, ...]:
+    """Return the memory order of axes that a backward kernel copies an incoming gradient into."""
     if op.kind.grad_memory_format == "bshd":  # heads may be two axes, the first being KV groups
         return (0, grad.ndim - 2, *range(1, grad.ndim - 2), grad.ndim - 1)
     like = op.operands[0] if op.kind.grad_memory_format == "operand" else grad

@@ -249,3 +249,42 @@ def test_dropout_masks_have_no_gradient_and_the_operand_dtype():
     low, narrow = cg.apply_precision(g, "bf16"), trace(Dropping(torch.bfloat16), x.bfloat16())
     for count in (cg.flops, cg.bytes_moved, cg.peak_memory):
         assert count(low) == count(narrow)
+
+
+class MaskedAttention(nn.Module):
+    """An embedding of a mask that depends on an attention, which no gradient reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.embed = nn.Linear(8, 8), nn.Embedding(5, 8)
+
+    def forward(self, x):
+        heads = self.inner(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        x = functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(-2)
+        return self.embed((x[..., 0] > 0).long()).sum()
+
+
+def test_statistics_of_gradient_free_attention_have_no_memory_format():
+    derived = cg.backward(trace(MaskedAttention(), torch.zeros(3, 5, 8)))
+    pulled = trace(MaskedAttention(), torch.zeros(3, 5, 8), train=True)
+    assert abs(cg.peak_memory(derived) - cg.peak_memory(pulled)) < 64
+
+
+class WrittenView(nn.Module):
+    """Reads a view and its base after an in-place write into the view."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = self.inner(x) * 1
+        view = x[0]
+        view.mul_(2.0)
+        return x[0].sin().sum() + x.sum() + view.sum()
+
+
+def test_gradients_of_written_views_reach_their_base_in_its_full_size():
+    derived = cg.backward(trace(WrittenView(), torch.zeros(2, 64, 16)))
+    pulled = trace(WrittenView(), torch.zeros(2, 64, 16), train=True)
+    assert abs(cg.peak_memory(derived) - cg.peak_memory(pulled)) < 64
