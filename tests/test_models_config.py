@@ -115,8 +115,18 @@ def test_invalid_configuration_files_are_refused(tmp_path):
     (tmp_path / "large.json").write_text(" " * 2**21, encoding="utf-8")
     with pytest.raises(FormatError, match="more than 1048576 bytes, expected a config"):
         from_config(tmp_path / "large.json")
-    with pytest.raises(FormatError, match="from_config of int, expected a path or a mapping"):
+    with pytest.raises(FormatError, match="from_config of int, expected a path, a mapping, or a configuration"):
         from_config(7)
+
+
+def test_config_object_is_read_by_its_fields():
+    class Configuration:
+        def to_dict(self):
+            return LLAMA
+
+    assert cg.param_count(from_config(Configuration())) == cg.param_count(from_config(LLAMA))
+    with pytest.raises(FormatError, match="from_config of type"):
+        from_config(Configuration)
 
 
 # -- weight formats ----------------------------------------------------------------------------------------------------

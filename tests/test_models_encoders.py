@@ -132,7 +132,7 @@ def test_losses():
     assert losses == {
         "bert-base": None, "t5-small": "cross_entropy", "vit-b-16": "cross_entropy", "clip-vit-b-32": "contrastive",
     }  # fmt: skip
-    with pytest.raises(GraphError, match="has 2 outputs and names no loss"):
+    with pytest.raises(GraphError, match=r"names no loss, and its outputs \(2\)"):
         training_step(load("bert-base"))
     step = training_step(load("bert-base"), loss=lambda _, pooled: cg.reduce(pooled, "b d -> ", "mean"))
     assert cg.param_count(step) == PARAMETERS["bert-base"]

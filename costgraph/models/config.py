@@ -579,11 +579,16 @@ _FILE_LIMIT = 2**20  # bytes: configurations have a few thousand
 
 
 def read_config(path: object) -> Config:
-    """Read a configuration from a file, a folder with a config.json, a GGUF file, or a mapping of its fields."""
+    """Read a configuration from a file, a folder, a GGUF file, a mapping of its fields, or a transformers object."""
+    as_fields = None if isinstance(path, type) else getattr(path, "to_dict", None)
+    if callable(as_fields):
+        path = as_fields()
     if isinstance(path, Mapping):
         return Config(string_keyed(path, "config"), "config")
     if not isinstance(path, str | os.PathLike):
-        raise FormatError(f"from_config of {type(path).__name__}, expected a path or a mapping")
+        raise FormatError(
+            f"from_config of {type(path).__name__}, expected a path, a mapping, or a configuration of transformers"
+        )
     # a path that does not exist is treated as a file
     file = os.path.join(path, "config.json") if os.path.isdir(path) else path
     place = place_of(file)

@@ -182,8 +182,8 @@ def from_config(
 
     Parameters
     ----------
-    path : str, path-like or mapping
-        A file, a folder with a `config.json`, a GGUF file, or the fields.
+    path : str, path-like, mapping or transformers.PreTrainedConfig
+        A file, a folder with a `config.json`, a GGUF file, the fields, or a configuration object.
     symbolic, attention, dropout : object
         As in `load`.
     dtype : str or DType, optional

@@ -47,7 +47,7 @@ def from_config(
 
     Parameters
     ----------
-    path : str, path-like or mapping
+    path : str, path-like, mapping or transformers.PreTrainedConfig
         The file, its folder, or the fields.
     attention : str
         "flash": SDPA, with the kernel that torch selects. "eager": one op per step.

@@ -97,8 +97,8 @@ def _apply_loss(new: Graph, loss: object) -> Tensor:
     """Add a loss, given by name or as a function, to the open graph."""
     if loss is None:
         raise GraphError(
-            f"training_step: graph {new.name!r} has {len(new.outputs)} outputs and names no loss, expected one "
-            f"scalar output, or loss='cross_entropy' or a function of the outputs"
+            f"training_step: graph {new.name!r} names no loss, and its outputs ({len(new.outputs)}) are no single "
+            f"scalar; expected one scalar output, loss='cross_entropy', or a function of the outputs"
         )
     function = LOSSES.get(loss) if isinstance(loss, str) else loss
     if not callable(function):

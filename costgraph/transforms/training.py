@@ -85,7 +85,8 @@ def training_step(
     graph : Graph
         The model; it is not modified.
     loss : str or callable, optional
-        As in `with_loss`. Default: the loss that the graph names.
+        A name such as `cross_entropy`, or a function that takes the outputs and returns a scalar. Default: the loss
+        that the graph names, or its only output if that is a scalar.
     optimizer : Optimizer, type or str, optional
         Default: `costgraph.AdamW()` with its foreach implementation. A name (`"adamw"`), a class, or a class of
         `torch.optim` selects that optimizer with its default options.

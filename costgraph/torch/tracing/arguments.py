@@ -139,7 +139,7 @@ def _checked_axes(label: str, value: object, axes: Axes) -> tuple[str | None, ..
     if isinstance(axes, str) or len(names) != value.ndim:
         raise ShapeError(
             f"trace: axis names {shown(axes)} for {label}, which has {value.ndim} axes; expected a name, or None, "
-            f"per axis"
+            f"per axis; dims lists one tuple per input, such as {('B', *[None] * (value.ndim - 1))[: value.ndim]}"
         )
     for name in names:
         if name is not None and not is_name(name):
