@@ -174,7 +174,7 @@ def test_bucket_views_reject_reduce_each_micro_batch():
     with pytest.raises(cg.UnsupportedError) as refused:
         sharded(step(accumulate=2), cg.Buckets(view=True))
     assert str(refused.value) == (
-        "shard: buckets with view=True cannot hold the gradient of 'layers/w', because micro-batches accumulate into "
+        "shard: buckets with view=True cannot hold the gradient of 'w', because micro-batches accumulate into "
         "it; expected reduce_every_microbatch=False, a step with set_to_none=False, or view=False"
     )
 

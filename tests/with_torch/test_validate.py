@@ -370,7 +370,7 @@ def at(data, *keys):
             r"rows\[0\]: case: sizes \{\}, expected sizes by name",
         ),
         (broken(lambda d: d["rows"][0]["case"]["sizes"].update(M=0)), "case: sizes: M 0, expected an integer of"),
-        (broken(lambda d: d["rows"][0]["case"]["sizes"].update(M=True)), "case: sizes: M True, expected a whole"),
+        (broken(lambda d: d["rows"][0]["case"]["sizes"].update(M=True)), "case: sizes: M True, expected an integer"),
         (broken(lambda d: d["rows"][0]["measured"].update(flops=1.5)), "measured: flops 1.5, expected an integer"),
         (broken(lambda d: d["rows"][0]["declared"].pop("peak")), r"rows\[0\]: declared: no 'peak'"),
         (broken(lambda d: d["rows"][0]["seconds"].update(min="1 s")), "seconds: min '1 s', expected a number of"),
