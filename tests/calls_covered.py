@@ -20,8 +20,8 @@ import pytest
 
 LONG_CASES = Path(__file__).with_name("long_cases.txt")
 LIBRARY = str(Path(__file__).parents[1] / "costgraph") + "/"
-SLOW_CASE = 0.25  # seconds
-SLOW_FUNCTION = 2.2
+SLOW_CASE = 0.15  # seconds
+SLOW_FUNCTION = 1.8
 #: Tests that read the source, or draw their cases: calls do not tell them apart.
 KEPT = ("fuzz/", "laws/", "mutation/", "records/", "test_docs", "test_imports", "test_spellings", "test_text_file")
 
