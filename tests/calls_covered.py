@@ -2,7 +2,8 @@
 
 A pytest plugin. It notes the calls inside the library (line of the caller and function called) and the CPU time of each
 test. From the slowest on, it moves cases to `long_cases.txt` if other tests make all of their calls, as long as each
-test function keeps a case, or the function is slow enough to move as a whole. The tests run several times slower.
+test function keeps a case, or the function is slow enough to move as a whole. The tests run several times slower. A run
+of selected tests writes nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class CallsCovered:
         if hasattr(session.config, "workeroutput"):
             rows = [[name, seconds, sorted(calls)] for name, seconds, calls in self.tests]
             session.config.workeroutput["calls"] = json.dumps(rows)
-        elif self.tests:
+        elif session.config.args == session.config.getini("testpaths"):  # other tests may make the calls of a part
             LONG_CASES.write_text("".join(f"{name}\n" for name in left_out(self.tests)), encoding="utf-8")
 
     @pytest.hookimpl(optionalhook=True)

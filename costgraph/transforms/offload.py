@@ -307,7 +307,7 @@ class _Offloader(Rewriter):
                 self.returned(t, self.transferred([original, result], op, new, host=original.storage.host), result, op)
 
     def returned(self, old: Tensor, original: Tensor, copy: Tensor, op: Op) -> None:
-        """Record that an original has the values of its copy; later ops of the pass read a copy on the host again."""
+        """Record a write-back to the original; a copy on the host serves later ops in the same pass."""
         self.tensors[old] = original
         if copy.storage.host:
             self.copies[original, _pass(op), original.graph] = copy
@@ -372,7 +372,7 @@ class _Offloader(Rewriter):
                 self.returned(t, written, copy, op)
 
     def sliced(self, t: Tensor, op: Op, new: Graph) -> Tensor:
-        """Return a sliced operand, copied once if several loops of a pass read it in the other memory."""
+        """Return a sliced operand, copied once if several loops in a pass read it from the other memory."""
         operand, pass_ = self.operand(t, op, new), _pass(op)
         loops = [reader for reader in t.graph.successors(t) if reader.loop is not None and _pass(reader) == pass_]
         sides = {*map(self.on_host, loops)}

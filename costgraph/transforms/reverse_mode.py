@@ -781,7 +781,7 @@ class ReverseMode:
                 self.put(t, grad)
 
     def embed(self, op: Op, write: Op) -> None:
-        """Pass the gradient of a view that an op wrote into on to the whole tensor, embedded in zeros.
+        """Embed the gradient of a written view in zeros, and add it to the gradient of its base.
 
         torch replays the view of the written tensor, so that its gradient arrives through `AsStridedBackward`.
         """
