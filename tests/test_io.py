@@ -113,6 +113,16 @@ def test_version_2_files_load():
     assert {op.call.name for op in g.ops if op.kind.name == "foreign"} >= {"cumsum", "addmm", "native_layer_norm"}
 
 
+def test_version_3_files_load():
+    """Written at cc8e58f4, the source of these figures: kinds such as `around`, and fields such as `lent`."""
+    path = Path(__file__).parent / "files_of_version_3" / "renamed.json"
+    assert '"schema":"costgraph/graph/3"' in path.read_text()
+    g = cg.load(path)
+    sizes = {"B": 2, "D": 3, "F": 5, "N": 7, "L": 2, "T": 11}
+    figures = [ask(g, **sizes) for ask in (cg.flops, cg.bytes_moved, cg.peak_memory, cg.param_count)]
+    assert figures == [2803, 13388, 8236, 149]
+
+
 def test_save_after_load_is_byte_identical(saved, tmp_path):
     _, path = saved
     cg.save(cg.load(path), tmp_path / "again.json")
