@@ -62,4 +62,4 @@ def drawing(n: int) -> settings:
 
 def without_calls(graphs):
     """Filter out graphs with recorded torch calls, as transforms that look inside ops refuse them."""
-    return graphs.filter(lambda case: all(op.kind.name != "foreign" for op in case.graph.walk()))
+    return graphs.filter(lambda case: all(op.kind.name != "custom_call" for op in case.graph.walk()))

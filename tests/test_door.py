@@ -95,7 +95,7 @@ def stated(**facts):
         (lambda: cg.fuse("g"), "fuse: graph is 'g', expected a graph"),
         (lambda: cg.save(5, "x.json"), "save: graph is 5, expected a graph"),
         (lambda: cg.state_bytes([]), "state_bytes: step is [], expected a graph"),
-        (lambda: cg.ops.keep(setting()[1], 5), "keep: others[0] is 5, expected a tensor"),
+        (lambda: cg.ops.keep_alive(setting()[1], 5), "keep_alive: others[0] is 5, expected a tensor"),
         (lambda: cg.nn.moe(setting()[1], 4, 2, 5, gate=5), "moe: gate is 5, expected a function"),
         (lambda: cg.nn.self_attention(setting()[1], 2, 3, rope=5), "rope is 5, expected (a tensor, a tensor)"),
         (lambda: cg.crossover(setting()[0], "h100-sxm", ["B"]), "crossover: symbol is ['B'], expected text"),

@@ -13,8 +13,8 @@ WHY = {
     ("kernel", "vjp"): "has a body: its gradient is made of those of its ops",
     ("repeat", "vjp"): "has a body: its gradient is a loop over those of its ops",
     ("repeat", "lowering"): "played out: torch is called for the ops of its iterations",
-    ("foreign", "lowering"): "the call that a trace saw is made again, whatever the kind of its op",
-    ("absent", "lowering"): "no value: the walk passes it on",
+    ("custom_call", "lowering"): "the call that a trace saw is made again, whatever the kind of its op",
+    ("undef", "lowering"): "no value: the walk passes it on",
     **{
         (name, what): "numbers of the interpreter are real: held against torch's in test_trace_complex.py"
         for name in ("fft", "view_as")

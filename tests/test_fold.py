@@ -13,7 +13,7 @@ import costgraph as cg
 from costgraph import testing
 from costgraph.algebra.polynomial import ZERO, poly
 from costgraph.ir.graph import Call
-from costgraph.ops.opaque import Foreign
+from costgraph.ops.opaque import CustomCall
 from costgraph.testing.properties import QUESTIONS, Trial
 
 B, D, F, L, S = cg.dims("B D F L S")
@@ -47,7 +47,7 @@ def two_back(g, i, x, *rest):
 
 
 def held(g, i, x, *rest):
-    return cg.ops.keep(cg.tanh(cg.relu(x)), x)
+    return cg.ops.keep_alive(cg.tanh(cg.relu(x)), x)
 
 
 def passed(g, i, x, *rest):
@@ -347,7 +347,7 @@ def stated(g, target, operands, shape, *, of=None, arguments=None, phase="forwar
     """Add a call as a trace records it."""
     sizes = tuple(poly(n) for n in shape)
     places = tuple({"operand": i} for i in range(len(operands)))
-    kind = Foreign(outputs=((sizes, operands[0].dtype, None, of, ZERO),), pointwise=poly(pointwise))
+    kind = CustomCall(outputs=((sizes, operands[0].dtype, None, of, ZERO),), pointwise=poly(pointwise))
     op = g.add_op(kind, operands, target.partition(".")[0], phase)
     op.call = Call(target, arguments or places, {}, (0,))
     return op.results
@@ -448,7 +448,7 @@ def kept(count):
             with cg.scope(f"h/{i}"):
                 x = cg.relu(x)
             held.append(x)
-        g.output(cg.ops.keep(cg.tanh(x), held[2]))
+        g.output(cg.ops.keep_alive(cg.tanh(x), held[2]))
     return g
 
 
@@ -512,7 +512,7 @@ REFUSED = {
     "one of the middle": (
         lambda: tapped(6), "h", "L", "'add' reads 'h/1/relu' of one block, expected a value of the last block"),
     "held from the middle on": (
-        lambda: kept(6), "h", "L", "'keep' reads 'h/2/relu' of one block, expected a value of the last"),
+        lambda: kept(6), "h", "L", "'keep_alive' reads 'h/2/relu' of one block, expected a value of the last"),
     "in no order": (lambda: shuffled((0, 2, 3, 1)), "h", "L", "no pass executes the blocks in order"),
     "lent": (lambda: lent(5), "h", "L", "'h/4/matmul' reads w0(D, D; fp32) in every block, but it belongs to a single"),
     "all of them": (

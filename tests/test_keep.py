@@ -22,7 +22,7 @@ def chain(hold):
     with cg.Graph("g", dtype="fp32") as g:
         first = cg.relu(g.input("x", (B, D)))
         y = cg.tanh(cg.tanh(first))
-        g.output(cg.ops.keep(y, first) if hold else y)
+        g.output(cg.ops.keep_alive(y, first) if hold else y)
     return g
 
 
@@ -31,7 +31,7 @@ def test_kept_tensor_lives_until_the_keep():
     assert cg.peak_memory(chain(hold=False), **POINT) == 4 * 3 * 5 * 3
     assert cg.peak_memory(chain(hold=True), **POINT) == 4 * 3 * 5 * 4
     rows = {r.tensor: r for r in cg.lifetimes(chain(hold=True), **POINT)}
-    assert rows["relu"].dies == "keep"
+    assert rows["relu"].dies == "keep_alive"
     assert rows["tanh"].dies == "tanh_1"
 
 
@@ -46,7 +46,7 @@ def test_keep_is_free():
 def test_keep_preserves_first_operand_layout():
     with cg.Graph("g") as g:
         x = g.input("x", (B, D)).T
-        y = cg.ops.keep(x, cg.relu(x))
+        y = cg.ops.keep_alive(x, cg.relu(x))
     assert (y.sizes, y.strides, y.dtype) == (x.sizes, x.strides, x.dtype)
 
 
@@ -56,12 +56,12 @@ def layered(hold):
     def layer(x):
         y = cg.tanh(x) * 2.0
         z = cg.relu(cg.linear(y, "b d -> b e", e=D))
-        return cg.ops.keep(z, x, y) if hold else z
+        return cg.ops.keep_alive(z, x, y) if hold else z
 
     with cg.Graph("g", dtype="fp32") as g:
         start = g.input("x", (B, D), grad=True) * 3.0
         y = cg.repeat(L, layer, start, name="layers")
-        y = cg.ops.keep(cg.tanh(y), start, y) if hold else cg.tanh(y)
+        y = cg.ops.keep_alive(cg.tanh(y), start, y) if hold else cg.tanh(y)
         g.output(cg.reduce(y, "b d -> ", "mean"))
     return g
 
@@ -82,7 +82,7 @@ def test_backward_pass_keeps_no_variables():
 def test_held_tensors_get_no_gradient():
     with cg.Graph("g", dtype="fp32") as g:
         x, beside = g.param("x", (B, D)), g.param("beside", (B, D))
-        g.output(cg.reduce(cg.ops.keep(x * 2.0, beside * 2.0), "b d -> ", "sum"))
+        g.output(cg.reduce(cg.ops.keep_alive(x * 2.0, beside * 2.0), "b d -> ", "sum"))
     assert {t.name for t in cg.backward(g).gradients} == {"x"}
 
 
@@ -94,15 +94,15 @@ def test_keep_survives_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"attrs": {"until": 3}}, "attribute 'until' of 'keep'"),
-        ({"operands": []}, "keep without operands, expected at least one"),
+        ({"attrs": {"until": 3}}, "attribute 'until' of 'keep_alive'"),
+        ({"operands": []}, "keep_alive without operands, expected at least one"),
     ],
 )
 def test_damaged_keep_in_file_raises(tmp_path, change, text):
     path = tmp_path / "g.json"
     save(chain(hold=True), path)
     data = json.loads(path.read_text())
-    next(n for n in data["nodes"] if n.get("kind") == "keep").update(change)
+    next(n for n in data["nodes"] if n.get("kind") == "keep_alive").update(change)
     path.write_text(json.dumps(data))
     with pytest.raises(FormatError, match=text):
         load(path)
@@ -112,7 +112,7 @@ def test_damaged_keep_in_file_raises(tmp_path, change, text):
 def test_non_tensor_operands_raise(wrong):
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
-        with pytest.raises(GraphError, match="keep"):
-            cg.ops.keep(x, wrong)
-        with pytest.raises(GraphError, match="keep"):
-            cg.ops.keep(wrong)
+        with pytest.raises(GraphError, match="keep_alive"):
+            cg.ops.keep_alive(x, wrong)
+        with pytest.raises(GraphError, match="keep_alive"):
+            cg.ops.keep_alive(wrong)

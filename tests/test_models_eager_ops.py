@@ -58,7 +58,7 @@ def test_mlp_has_no_eager_composition():
 
 
 def test_default_is_not_composed():
-    assert not any(op.kind.name == "keep" for name in NAMES for op in models.load(name).walk())
+    assert not any(op.kind.name == "keep_alive" for name in NAMES for op in models.load(name).walk())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp8_e4m3", "mxfp8"])

@@ -24,7 +24,7 @@ def mixture(experts=8, chosen=2, grad=False, tokens=(T,), **options):
 def expert_bytes(g, **dims):
     """Return the bytes that grouped matmuls read from their bf16 weights."""
     sizes = {name: poly(size) for name, size in dims.items()}
-    return sum(2 * op.kind.reads(op)[1].bind(sizes).constant for op in g.walk() if op.kind.name == "grouped")
+    return sum(2 * op.kind.reads(op)[1].bind(sizes).constant for op in g.walk() if op.kind.name == "grouped_matmul")
 
 
 # -- balanced --------------------------------------------------------------------------------------------------------
@@ -45,8 +45,8 @@ def test_matmul_flops_count_chosen_rows():
 
 
 def test_dispatch_uses_no_one_hot_matmul():
-    products = [op for op in mixture().walk() if op.kind.name in ("einsum", "grouped") and op.results]
-    assert sorted(op.kind.name for op in products) == ["einsum", "grouped", "grouped"]
+    products = [op for op in mixture().walk() if op.kind.name in ("einsum", "grouped_matmul") and op.results]
+    assert sorted(op.kind.name for op in products) == ["einsum", "grouped_matmul", "grouped_matmul"]
 
 
 def test_dispatch_gathers_rows_and_combine_sums_them():
@@ -218,7 +218,7 @@ def test_decode_step_touches_experts_of_new_tokens(new):
     for batch in (1, 2, 5):
         dims = {"B": batch, "S": 17, "D": 5, "F": 7}
         assert expert_bytes(step, **dims) == min(8, 2 * batch * new) * 3 * 5 * 7 * 2
-    grouped = sum(op.kind.flops(op).matmul.bind({}).expr for op in step.walk() if op.kind.name == "grouped")
+    grouped = sum(op.kind.flops(op).matmul.bind({}).expr for op in step.walk() if op.kind.name == "grouped_matmul")
     assert (grouped - 3 * 2 * D * F * 2 * B * new).expand() == 0
 
 
@@ -320,7 +320,7 @@ def test_mismatched_shapes_are_named():
         with pytest.raises(cg.ShapeError, match="expected expert indices"):
             cg.ops.dispatch(x, 8)
         with pytest.raises(cg.ShapeError, match=r"expected \(rows, d\), \(experts, d, f\) and integers \(experts,\)"):
-            cg.ops.grouped(x, w, ids, 2)
+            cg.ops.grouped_matmul(x, w, ids, 2)
         with pytest.raises(cg.ShapeError, match=r"expected experts .* for each token"):
             cg.nn.experts(g.input("y", (F, D)), ids, ids, 8, F)
         with pytest.raises(cg.GraphError, match="top_k: x is 'x', expected a tensor"):

@@ -210,7 +210,7 @@ def test_residual_gradient_of_sharded_head_is_reduced_first(system):
     rank = cg.parallelize(whole, tp=2, system=system)
     rows = [(r.op, r.bytes, r.times) for r in cg.communication(rank) if r.phase == "backward"]
     # the stream that the head reads, and each layer's input to its column-parallel and row-parallel matmuls
-    assert rows == [("head/einsum.all_reduce", 4 * B * D * S, 1), ("layers/up/keep.all_reduce", 4 * B * D * S, L)]
+    assert rows == [("head/einsum.all_reduce", 4 * B * D * S, 1), ("layers/up/keep_alive.all_reduce", 4 * B * D * S, L)]
     testing.check_sharded(whole, rank, B=3, S=5, D=2, F=8, V=6, L=3)
 
 

@@ -79,12 +79,12 @@ CALLS = {
     "greater": lambda d: cg.ops.greater(d.x, 1.0),
     "greater_equal": lambda d: cg.ops.greater_equal(d.x, 1.0),
     "group_norm": lambda d: cg.nn.group_norm(d.image, 2),
-    "grouped": lambda d: cg.ops.grouped(d.rows, d.experts, d.ends, 1),
+    "grouped_matmul": lambda d: cg.ops.grouped_matmul(d.rows, d.experts, d.ends, 1),
     "gru": lambda d: cg.nn.gru(d.x, 4),
     "head_norm": lambda d: cg.nn.head_norm(d.q),
     "initial_state": lambda d: cg.ops.initial_state((B, 4)),
     "inverted_residual": lambda d: cg.nn.inverted_residual(d.image, 16, 8, squeezed=4, residual=True, p=0.1),
-    "keep": lambda d: cg.ops.keep(d.x, d.rows),
+    "keep_alive": lambda d: cg.ops.keep_alive(d.x, d.rows),
     "latent_attention": lambda d: cg.nn.latent_attention(
         d.x, 2, latent=4, nope=4, rotated=4, value=4, rope=(d.cos, d.sin), query_latent=4
     ),

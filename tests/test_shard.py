@@ -444,7 +444,7 @@ def test_rank_local_row_order_is_kept():
     with pytest.raises(cg.UnsupportedError, match=text):
         cg.shard(g, cg.mesh(dp=2), {"x": "(b dp) d", "ids": "(b dp) k"})
     with g:
-        made = cg.ops.grouped(rows, g.param("w", (3, D, D)), sent.ends, 2)
+        made = cg.ops.grouped_matmul(rows, g.param("w", (3, D, D)), sent.ends, 2)
         g.outputs = [cg.ops.gather(made, sent.places)]
     rank = cg.shard(g, cg.mesh(dp=2), {"x": "(b dp) d", "ids": "(b dp) k"}, strict=True)
     assert not cg.communication(rank).rows
@@ -476,7 +476,7 @@ def test_value_mismatch_between_ranks_is_detected():
 def test_per_rank_graph_survives_save_and_load(tmp_path):
     graph = step()
     sharded = cg.shard(graph, cg.mesh(dp=N, tp=T), {**DATA, **with_states(TENSOR), "layers.carry0": "(b dp) (s tp) d"})
-    assert {op.kind.name for op in sharded.walk()} >= {"collective", "part"}
+    assert {op.kind.name for op in sharded.walk()} >= {"collective", "local_shard"}
     cg.save(sharded, tmp_path / "rank.json")
     loaded = cg.load(tmp_path / "rank.json")
     assert cg.communication(loaded).rows == cg.communication(sharded).rows
@@ -542,14 +542,14 @@ def test_batch_norm_statistics_are_reduced_before_expansion(mode):
 #: Kinds without a sharding rule, and why.
 WHOLE = {
     "arange": "numbers of all positions on each rank, which is handed its part of them",
-    "foreign": "nobody knows what it does",
+    "custom_call": "nobody knows what it does",
     "opaque": "it says what it costs, not what it does",
     "kernel": "those of the ops inside",
     "repeat": "those of the ops inside",
     "stacked": "a stack lies as the slices that are written into it",
 }
 #: Kinds that appear only in per-rank graphs, which are already sharded.
-OF_RANKS = {"around", "collective", "merge", "pack", "part"}
+OF_RANKS = {"collective", "local_shard", "merge", "pack", "unshard"}
 
 
 def test_all_other_kinds_have_sharding_rules():

@@ -120,7 +120,7 @@ def test_ranks_read_as_many_experts_as_one_device(routing):
     rank = cg.shard(g, cg.mesh(ep=4), {"x": "(b ep) d", "experts/*_bias": "(e ep) f", "experts/*[np]": "(e ep) d f"})
 
     def read(graph):
-        return sum(4 * op.kind.reads(op)[1].expr for op in graph.walk() if op.kind.name == "grouped")
+        return sum(4 * op.kind.reads(op)[1].expr for op in graph.walk() if op.kind.name == "grouped_matmul")
 
     sizes = {"B": 16, "D": 3, "F": 5}
     assert cg.evaluate(read(rank) * 4, **sizes) == cg.evaluate(read(g), **sizes)
@@ -175,10 +175,10 @@ def test_sharded_token_width_is_gathered():
         x, ids = g.input("x", (B, D)), g.input("ids", (B, 2), dtype="int64")
         sent = cg.ops.dispatch(ids, 4)
         weights = cg.rearrange(g.param("w", (4, F, D)), "e f d -> e d f")
-        y = cg.ops.grouped(cg.ops.gather(x, sent.tokens), weights, sent.ends, 2)
+        y = cg.ops.grouped_matmul(cg.ops.gather(x, sent.tokens), weights, sent.ends, 2)
         g.output(cg.reduce(cg.ops.gather(y, sent.places), "b k f -> b f", "sum"))
     places = {"x": "(b tp) d", "ids": "(b tp) k", "w": "e (f tp) d"}
-    text = "'grouped': 'rearrange' is redistributed along tp: rows are sharded along it"
+    text = "'grouped_matmul': 'rearrange' is redistributed along tp: rows are sharded along it"
     with pytest.raises(cg.UnsupportedError, match=text):
         cg.shard(g, cg.mesh(tp=T), places, strict=True)
     testing.check_sharded(g, cg.shard(g, cg.mesh(tp=T), places), B=4, D=3, F=4, T=2)

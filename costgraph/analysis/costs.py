@@ -550,35 +550,37 @@ def executions(graph: Graph, times: Poly = ONE, *, moves: bool = True) -> Iterat
     yield from _executions(graph, times, moves, {})
 
 
-def _executions(graph: Graph, times: Poly, moves: bool, absent: dict[Tensor, Poly]) -> Iterator[tuple[Op, Poly, bool]]:
-    """Yield executions; `absent` maps accumulators without a first term to how often they lack it."""
+def _executions(
+    graph: Graph, times: Poly, moves: bool, undefined: dict[Tensor, Poly]
+) -> Iterator[tuple[Op, Poly, bool]]:
+    """Yield executions; `undefined` maps accumulators without a first term to how often they lack it."""
     for op in graph.ops:
         if op.loop is not None:
-            yield from _iterations(op.loop, times, moves, absent)
+            yield from _iterations(op.loop, times, moves, undefined)
             continue
         if isinstance(op.kind, Undef):
-            absent[op.results[0]] = times
+            undefined[op.results[0]] = times
             continue
         runs = times
         if isinstance(op.kind, Accumulate):  # the first term initializes the sum
-            without = absent.get(op.operands[0], ZERO)
-            if op.kind.lent and without:
+            without = undefined.get(op.operands[0], ZERO)
+            if op.kind.aliased and without:
                 yield taken(op), without, moves
             runs = times - without
             if not runs:
                 continue
         yield op, runs, moves
         if op.body is not None:
-            yield from _executions(op.body, times, False, absent)
+            yield from _executions(op.body, times, False, undefined)
 
 
-def _iterations(loop: Loop, times: Poly, moves: bool, absent: dict[Tensor, Poly]) -> Iterator[tuple[Op, Poly, bool]]:
+def _iterations(loop: Loop, times: Poly, moves: bool, undefined: dict[Tensor, Poly]) -> Iterator[tuple[Op, Poly, bool]]:
     for nth, (aliases, runs) in enumerate(_situations(loop)):
         # the first iteration initializes a carried accumulator
         begun = zip(loop.carries, loop.starts, strict=True) if nth == 0 else ()
-        inner = {f: absent[t] for f, t in begun if t in absent}
+        inner = {f: undefined[t] for f, t in begun if t in undefined}
         bindings_of_body = (*zip(loop.slices, loop.xs, strict=True), *zip(loop.captured, loop.shared, strict=True))
-        inner |= {f: absent[t] * runs for f, t in bindings_of_body if t in absent}
+        inner |= {f: undefined[t] * runs for f, t in bindings_of_body if t in undefined}
         with aliased(aliases):
             yield from _executions(loop.body, times * runs, moves, inner)
 

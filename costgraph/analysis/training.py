@@ -42,7 +42,7 @@ _NOT_OF_THE_MODEL = ("recompute", "optimizer")
 def _is_of_the_model(op: Op | None) -> bool:
     """Whether every implementation of the forward and backward pass needs an op."""
     while op is not None:
-        if op.phase in _NOT_OF_THE_MODEL or op.kind.again:
+        if op.phase in _NOT_OF_THE_MODEL or op.kind.recompute:
             return False
         op = op.graph.owner
     return True

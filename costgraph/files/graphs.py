@@ -453,7 +453,7 @@ class Reader:
         try:
             facts = {k: self.decode(v, graph, where) for k, v in self.need(node, "attrs", dict, where).items()}
             stacked = next((t for t in operands if t.storage.pieces and kind is not Repeat), None)
-            # recorded calls may take lists of layers, and `keep` does not read its operands
+            # recorded calls may take lists of layers, and `keep_alive` does not read its operands
             if stacked is not None and not kind.takes_lists and "pieces" not in facts:
                 raise GraphError(f"{kind.name} of {stacked!r}, expected a loop: it has a storage for each iteration")
             op = self.add_checked_op(graph, kind, facts, operands, name, phase)

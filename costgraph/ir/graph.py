@@ -1392,7 +1392,7 @@ def _constraints(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
 def _per_iteration_tensors(graph: Graph) -> Iterator[Tensor]:
     """Yield tensors that loops with possibly zero iterations slice or stack."""
     for op in graph.ops:
-        if op.loop is not None and op.loop.kind.least == 0:
+        if op.loop is not None and op.loop.kind.min_count == 0:
             yield from (*op.loop.xs, *op.loop.stacks, *op.loop.pieces)
 
 
@@ -1968,7 +1968,7 @@ class OpKind:
     """Whether it is differentiable."""
     save: Flag = field(default=False, repr=False)
     """Whether an enclosing fused kernel also writes its result for the backward pass."""
-    again: Flag = field(default=False, repr=False)
+    recompute: Flag = field(default=False, repr=False)
     """Whether it is recomputed in the backward pass."""
     no_grad: Flag = field(default=False, repr=False)
     """Whether it ran under `no_grad`, so that autograd saves no tensors."""
@@ -2118,7 +2118,7 @@ class Op(Node):
 # -- loop --------------------------------------------------------------------------------------------------------------
 # Loops in the style of `jax.lax.scan`: a body with carries, sliced inputs and stacked outputs.
 
-# 0 is allowed only with `least=0`
+# 0 is allowed only with `min_count=0`
 _Times = Annotated[Poly, Rule("a positive size", lambda v: is_size(v) or (is_amount(v) and is_size(v + 1)))]
 
 
@@ -2140,12 +2140,12 @@ class Repeat(BodyKind):
     """Whether iterations run from the last slice to the first."""
     until: Flag = False
     """Whether it runs the iterations before the enclosing loop's current one."""
-    least: Annotated[int, Rule("0, or nothing", lambda v: v == 0 and is_count(v))] = 1
+    min_count: Annotated[int, Rule("0, or nothing", lambda v: v == 0 and is_count(v))] = 1
     """Least iteration count: 0 if the loop may be empty."""
 
     def limits(self) -> Mapping[str, Limit]:
-        """Return the conditions on fields; the count may be 0 if `least` is."""
-        return {**super().limits(), "count": Limit(self.least)}
+        """Return the conditions on fields; the count may be 0 if `min_count` is."""
+        return {**super().limits(), "count": Limit(self.min_count)}
 
     def parts(self, op: Op) -> Loop:
         """Return the op's loop view."""
@@ -2205,7 +2205,7 @@ class Repeat(BodyKind):
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Check the body's inputs and outputs against the operands."""
         body, count, carries, xs, saved = self.body, self.count, self.carries, self.xs, self.saved
-        need(self.least == 0 or count.constant != 0, "count 0")
+        need(self.min_count == 0 or count.constant != 0, "count 0")
         need_formals(operands, body)
         need(carries + xs <= len(operands), f"{carries} carries and {xs} slices of {len(operands)} operands")
         need(carries + saved <= len(body.outputs), f"{carries} carries, {saved} saved of {len(body.outputs)} outputs")
@@ -2286,7 +2286,7 @@ class Loop:
         """Body outputs: one iteration's residuals."""
         return tuple(self.body.outputs[len(self.body.outputs) - self.kind.saved :])
 
-    def revised(self, i: int) -> Tensor | None:
+    def updated_operand(self, i: int) -> Tensor | None:
         """Return the operand that `pieces[i]` aliases, if each iteration writes its slice in place, else None."""
         residual, stack = self.saved[i], self.pieces[i]
         pairs = zip(self.slices, self.xs, strict=True)

@@ -103,23 +103,23 @@ class EagerOps(Kernels):
 
     def keep(self, x: cg.Tensor, *others: cg.Tensor) -> cg.Tensor:
         """Return a tensor, and keep others alive until it is computed."""
-        return cg.ops.keep(x, *others)
+        return cg.ops.keep_alive(x, *others)
 
     def add(self, x: cg.Tensor, output: cg.Tensor, branch_input: cg.Tensor) -> cg.Tensor:
         """Add, with the branch's input alive until the branch returns or, with its own variable, for longer."""
         if not self._renamed:
-            return x + cg.ops.keep(output, branch_input)
+            return x + cg.ops.keep_alive(output, branch_input)
         self._layer_variables.append(output)
-        return cg.ops.keep(x + output, branch_input)
+        return cg.ops.keep_alive(x + output, branch_input)
 
     def end_layer(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
         """Keep a layer's input, and its attention outputs, alive until it returns."""
         named, self._layer_variables = self._layer_variables, []
-        return cg.ops.keep(y, *named, x)
+        return cg.ops.keep_alive(y, *named, x)
 
     def end_model(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
         """Keep all variables of the model alive until here."""
-        return cg.ops.keep(y, x, *self._model_variables)
+        return cg.ops.keep_alive(y, x, *self._model_variables)
 
     # -- functions -----------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class EagerOps(Kernels):
             return super().pointwise(function, x)
         half = 0.5 * x
         y = 1.0 + cg.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3.0))
-        return cg.ops.keep(half * y, x)
+        return cg.ops.keep_alive(half * y, x)
 
     def rms_norm(self, x: cg.Tensor, *, name: str) -> cg.Tensor:
         """Normalize in separate ops, in fp32, and cast back."""
@@ -137,7 +137,7 @@ class EagerOps(Kernels):
             wide = cg.ops.cast(x, "fp32")
             variance = cg.reduce(wide**2.0, "b s d -> b s 1", "mean")
             y = cg.ops.cast(wide * cg.ops.pointwise("rsqrt", variance + 1e-6), x.dtype)
-            return cg.ops.keep(x.graph.param("weight", x.shape[-1:]) * y, variance, wide)
+            return cg.ops.keep_alive(x.graph.param("weight", x.shape[-1:]) * y, variance, wide)
 
     def create_mask(self, positions: cg.Tensor, kernel: str) -> None:
         """Create the additive mask (b, 1, s, s) for eager attention: 0 where a query sees a key."""
@@ -159,7 +159,7 @@ class EagerOps(Kernels):
             doubled = cg.ops.concat([angles, angles])
             cos, sin = (cg.ops.pointwise(f, doubled) * 1.0 for f in ("cos", "sin"))
             cos = cg.ops.cast(cos, self._dtype)
-            sin = cg.ops.keep(cg.ops.cast(sin, self._dtype), angles, doubled)
+            sin = cg.ops.keep_alive(cg.ops.cast(sin, self._dtype), angles, doubled)
         return self.keep_for_model(cos), self.keep_for_model(sin)
 
     def attention(self, q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, kernel: str, p: float) -> cg.Tensor:
@@ -174,9 +174,9 @@ class EagerOps(Kernels):
             scores = _matmul(q, k.mT) * 1.0
             scores = scores + self._mask
             y = cg.ops.cast(cg.softmax(cg.ops.cast(scores, self._softmax or scores.dtype)), v.dtype)
-            y = cg.dropout(cg.ops.keep(y, scores), p)
+            y = cg.dropout(cg.ops.keep_alive(y, scores), p)
             self._layer_variables.append(y)  # the module also returns the probabilities
-            return cg.ops.keep(cg.rearrange(_matmul(y, v), "b h s k -> b s (h k)", name="merge"), k, v)
+            return cg.ops.keep_alive(cg.rearrange(_matmul(y, v), "b h s k -> b s (h k)", name="merge"), k, v)
 
     def self_attention(
         self, x: cg.Tensor, heads: sympy.Expr, size: sympy.Expr, *, groups: sympy.Expr,
@@ -190,10 +190,10 @@ class EagerOps(Kernels):
         q, k, v = (cg.rearrange(t, "b s h k -> b h s k") for t in qkv)
         with cg.scope("attention"):
             queries, keys = _rotary(q, *rope), _rotary(k, *rope)
-            keys = cg.ops.keep(keys, q, k)  # both variables are reassigned after both rotations
+            keys = cg.ops.keep_alive(keys, q, k)  # both variables are reassigned after both rotations
         y = self.attention(queries, keys, v, kernel, p)
         y = cg.linear(y, "b s e -> b s d", d=x.shape[2], bias=bias, name="attention/proj")
-        return cg.ops.keep(y, queries, keys, v)
+        return cg.ops.keep_alive(y, queries, keys, v)
 
 
 def _rotary(x: cg.Tensor, cos: cg.Tensor, sin: cg.Tensor) -> cg.Tensor:

@@ -295,7 +295,13 @@ def pool(
 
 
 def pooling(
-    x: Tensor, operation: str, spans: tuple[int, ...], stride: Extents, padding: Extents, *, inside: bool = False
+    x: Tensor,
+    operation: str,
+    spans: tuple[int, ...],
+    stride: Extents,
+    padding: Extents,
+    *,
+    exclude_padding: bool = False,
 ) -> Pool:
     """Return the op kind for pooling over the last axes."""
     indices, out_sizes = _sliding_indices(x, spans, stride, padding, 1)
@@ -305,7 +311,7 @@ def pooling(
         pattern=pattern,
         extents=_extents(x.sizes[: len(unchanged)], out_sizes, spans),
         operation=operation,
-        inside=inside,
+        exclude_padding=exclude_padding,
     )
 
 

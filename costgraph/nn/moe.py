@@ -27,7 +27,7 @@ from ..ops.elementwise import (
     pointwise,
 )
 from ..ops.fill import fill
-from ..ops.grouped import ROUTINGS, dispatch, grouped, top_k
+from ..ops.grouped import ROUTINGS, dispatch, grouped_matmul, top_k
 from ..ops.index import gather, scatter, take_along
 from ..ops.layout import rearrange, reshape, split
 from ..ops.reduce import reduce
@@ -266,7 +266,7 @@ def experts(
         def project(rows: Tensor, out_width: Poly, param_name: str) -> Tensor:
             expert_count = sent.ends.sizes[0]
             weight = graph.param(param_name, (expert_count, rows.sizes[-1], out_width))
-            result = grouped(rows, weight, sent.ends, chosen, routing=routing, name=f"{param_name}_matmul")
+            result = grouped_matmul(rows, weight, sent.ends, chosen, routing=routing, name=f"{param_name}_matmul")
             if sent.owners is None:
                 return result
             return result + gather(

@@ -26,10 +26,10 @@ from .elementwise import (
     where,
     zeros,
 )  # fmt: skip
-from .grouped import dispatch, grouped, top_k
+from .grouped import dispatch, grouped_matmul, top_k
 from .index import arange, gather, scatter, sort, take_along
 from .keep_alive import (
-    keep,
+    keep_alive,
     stop_gradient,
 )
 from .kv_cache import (
@@ -55,9 +55,9 @@ __all__ = [
     "gather",
     "greater",
     "greater_equal",
-    "grouped",
+    "grouped_matmul",
     "initial_state",
-    "keep",
+    "keep_alive",
     "less",
     "less_equal",
     "log",

@@ -153,7 +153,7 @@ class Collective(Meshed):
 class LocalShard(Meshed):
     """Local shard: a view if it is contiguous, else a copy."""
 
-    name = "part"
+    name = "local_shard"
     flops = rules.free
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
@@ -161,7 +161,7 @@ class LocalShard(Meshed):
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if self.dim >= x.ndim:
-            raise ShapeError(f"part of {x!r} along axis {self.dim}, expected an existing axis")
+            raise ShapeError(f"local_shard of {x!r} along axis {self.dim}, expected an existing axis")
         sizes = (*x.sizes[: self.dim], x.sizes[self.dim] / self.ranks, *x.sizes[self.dim + 1 :])
         domain = carried_parts(x, self.dim, None, (self.axis, self.ranks))
         if self.blocks != ONE:
@@ -183,7 +183,7 @@ class LocalShard(Meshed):
 class Unshard(Meshed):
     """Full tensor around a contiguous local shard: a view, uninitialized outside the shard."""
 
-    name = "around"
+    name = "unshard"
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
@@ -191,7 +191,9 @@ class Unshard(Meshed):
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if self.dim >= x.ndim or self.blocks != ONE:
-            raise ShapeError(f"around {x!r} along axis {self.dim}, expected a contiguous shard along an existing axis")
+            raise ShapeError(
+                f"unshard of {x!r} along axis {self.dim}, expected a contiguous shard along an existing axis"
+            )
         sizes = (*x.sizes[: self.dim], x.sizes[self.dim] * self.ranks, *x.sizes[self.dim + 1 :])
         domain = carried_parts(x, None, self.dim, (self.axis, self.ranks))
         return [Result(sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=domain)]

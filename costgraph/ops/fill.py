@@ -125,13 +125,13 @@ class Assign(OpKind):
 class SliceUpdate(OpKind):
     """Tensor after a write to some of its positions along given axes: a rename that depends on the write."""
 
-    name = "revised"
+    name = "slice_update"
     renames = True
     axes: Annotated[tuple[int, ...], Rule("a tuple of axes", all_of(is_count))]
     starts: Annotated[tuple[Poly, ...], Rule("a tuple of amounts", all_of(is_amount)), Limit(0)]
     """First position on each axis."""
     steps: Annotated[tuple[int, ...], Rule("a tuple of integers of at least 1", all_of(lambda v: is_count(v, 1)))]
-    unseen: Flag = False
+    untracked: Flag = False
     """Whether the write is invisible to autograd, which sees the tensor before it."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 

@@ -64,21 +64,21 @@ class ViewAs(OpKind):
 
     name = "view_as"
     takes_complex = True
-    what: Annotated[str, one_of("real", "complex", "conjugate")]
+    view: Annotated[str, one_of("real", "complex", "conjugate")]
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the view."""
         rules.need_operands(self, operands, 1)
         (x,) = operands
-        if self.what == "complex":
+        if self.view == "complex":
             need(x.dtype.name in _COMPLEX, f"{x!r} as complex numbers, which needs {' or '.join(_COMPLEX)}")
             pairs = bool(x.ndim) and x.sizes[-1] == 2 and x.strides[-1] == ONE
             need(pairs, f"{x!r} as complex numbers, which needs a last axis of size 2 and stride 1")
             strides = tuple(s / 2 for s in x.strides[:-1])
             return [Result(x.sizes[:-1], _COMPLEX[x.dtype.name], strides, of=0, offset=x.offset / 2)]
-        need(x.dtype.kind == "complex", f"{self.what} view of {x!r}, which needs complex numbers")
-        if self.what == "conjugate":
+        need(x.dtype.kind == "complex", f"{self.view} view of {x!r}, which needs complex numbers")
+        if self.view == "conjugate":
             return [itself(x)]
         strides = (*(2 * s for s in x.strides), ONE)
         return [Result((*x.sizes, poly(2)), DTYPES[x.dtype.element], strides, of=0, offset=2 * x.offset)]
@@ -186,9 +186,9 @@ def joined(operand: Layout, axes: Sequence[int]) -> Poly:
     return ZERO if mergeable else copy
 
 
-def view_as(x: Tensor, what: str, *, name: str = "") -> Tensor:
+def view_as(x: Tensor, view: str, *, name: str = "") -> Tensor:
     """View complex numbers as `real` pairs, real pairs as `complex` numbers, or the `conjugate`."""
-    return apply(ViewAs(what=what), [x], name or ("conj" if what == "conjugate" else f"view_as_{what}"))[0]
+    return apply(ViewAs(view=view), [x], name or ("conj" if view == "conjugate" else f"view_as_{view}"))[0]
 
 
 def real_part(x: Tensor) -> Tensor:

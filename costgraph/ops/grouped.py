@@ -48,7 +48,7 @@ from . import (
 from .registry import register
 
 __all__ = [
-    "ROUTINGS", "Dispatch", "Dispatched", "GroupedMatmul", "GroupedOuter", "TopK", "dispatch", "grouped",
+    "ROUTINGS", "Dispatch", "Dispatched", "GroupedMatmul", "GroupedOuter", "TopK", "dispatch", "grouped_matmul",
     "grouped_outer",
     "top_k",
 ]  # fmt: skip
@@ -154,20 +154,20 @@ def _grouped_flops(kind: OpKind, op: Op) -> Flops:
 class GroupedMatmul(OpKind):
     """Grouped matmul: rows (R, D), sorted by expert, times the expert matrices (E, D, F)."""
 
-    name = "grouped"
+    name = "grouped_matmul"
     routing: Annotated[str, one_of(*ROUTINGS)]
     """Routing assumption, which sets how many experts' weights are read."""
     chosen: Annotated[Poly, Rule("an amount above 0", _is_above_zero), Limit(0, whole=False)]
     """Experts that a token chooses; on one rank, the mean number of local ones."""
     dtype: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
     """Result dtype, None to promote."""
-    unpacked: Index = 0
+    unpack_flops: Index = 0
     """Operations to unpack each weight element that is read, such as a multiply by a group scale."""
     writes = rules.all_results
 
     def flops(self, op: Op) -> Flops:
         """Count 2 per row and column of its expert's matrix, and operations to unpack weights."""
-        return _grouped_flops(self, op) + Flops(pointwise=self.unpacked * self.reads(op)[1])
+        return _grouped_flops(self, op) + Flops(pointwise=self.unpack_flops * self.reads(op)[1])
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer one row per input row."""
@@ -336,8 +336,14 @@ def _positive_factor(place: str, value: object) -> Poly:
     return factor
 
 
-def grouped(
-    rows: Tensor, weights: Tensor, ends: Tensor, chosen: object, *, routing: str = "balanced", name: str = "grouped"
+def grouped_matmul(
+    rows: Tensor,
+    weights: Tensor,
+    ends: Tensor,
+    chosen: object,
+    *,
+    routing: str = "balanced",
+    name: str = "grouped_matmul",
 ) -> Tensor:
     """Multiply each row by its expert's matrix, in one kernel, as torch's `grouped_mm`.
 
@@ -373,13 +379,13 @@ def grouped(
     >>> R, E, D, F = cg.dims("R E D F")
     >>> with cg.Graph("g", dtype="bf16") as g:
     ...     x, w = g.input("x", (R, D)), g.param("w", (E, D, F))
-    ...     y = cg.ops.grouped(x, w, g.input("ends", (E,), dtype="int32"), 1)
+    ...     y = cg.ops.grouped_matmul(x, w, g.input("ends", (E,), dtype="int32"), 1)
     >>> cg.matmul_flops(g), cg.bytes_moved(g, R=2, E=8, D=16, F=32)  # two experts are read
     (2*D*F*R, 2272)
     """
-    need_tensor("grouped", rows, weights, ends)
-    need_choice("grouped: routing", routing, ROUTINGS)
-    kind = GroupedMatmul(routing=routing, chosen=positive("grouped: chosen", chosen))
+    need_tensor("grouped_matmul", rows, weights, ends)
+    need_choice("grouped_matmul: routing", routing, ROUTINGS)
+    kind = GroupedMatmul(routing=routing, chosen=positive("grouped_matmul: chosen", chosen))
     return apply(kind, [rows, weights, ends], name)[0]
 
 

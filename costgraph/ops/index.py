@@ -93,9 +93,9 @@ class Indexed(OpKind):
     after: ClassVar[int] = 0
     """Number of operands after the indices."""
     batch: Index = 0
-    passed: Annotated[int | None, optional("the number of a row", is_count)] = None
-    """Row that receives no gradient, as torch's `padding_idx`."""
-    part: str = ""
+    padding_idx: Annotated[int | None, optional("the number of a row", is_count)] = None
+    """Row that receives no gradient, as in torch's `Embedding`."""
+    mesh_axis: str = ""
     """Mesh axis that splits the rows: other ranks' rows read as zeros, and writes to them are skipped."""
 
     def places(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -130,7 +130,7 @@ def _with_row_shard(
     kind: Indexed, rows: Sequence[str], extents: Mapping[str, Poly], ranks: Mapping[str, str]
 ) -> OpKind:
     """Return the op kind for a rank with a shard of the rows."""
-    return replace(kind, part=ranks.get(rows[0], "")) if rows else kind
+    return replace(kind, mesh_axis=ranks.get(rows[0], "")) if rows else kind
 
 
 @register
@@ -246,7 +246,7 @@ class Arange(OpKind):
     context: Flag = False
     """Whether these are key positions: in `decode`, key positions cover the cache, others only the new tokens."""
     start: Start = ZERO
-    back: Flag = False
+    reverse: Flag = False
     """Whether they count down from the start."""
     flops, reads, writes = rules.free, rules.no_operands, rules.all_results
 
@@ -310,7 +310,7 @@ def reverse(x: Tensor, axes: Sequence[int]) -> Tensor:
     """Reverse some axes, as `numpy.flip`: a copy by index."""
     for axis in axes:
         n, order = x.sizes[axis], [axis, *(i for i in range(x.ndim) if i != axis)]
-        (places,) = apply(Arange(size=n, dtype=find_dtype("int64"), start=n - 1, back=True), [], "arange")
+        (places,) = apply(Arange(size=n, dtype=find_dtype("int64"), start=n - 1, reverse=True), [], "arange")
         x = permute(gather(permute(x, order), places), [order.index(i) for i in range(x.ndim)])
     return x
 

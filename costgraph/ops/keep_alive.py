@@ -16,7 +16,7 @@ from .registry import register
 __all__ = [
     "KeepAlive",
     "StopGradient",
-    "keep",
+    "keep_alive",
     "stop_gradient",
 ]
 
@@ -26,13 +26,13 @@ __all__ = [
 class KeepAlive(OpKind):
     """View of its first operand that keeps the others alive until here."""
 
-    name = "keep"
+    name = "keep_alive"
     restricted = crosses = takes_lists = True
-    asked: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
+    requested_dtype: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
     """Dtype that the program requests here, equal to that of the first operand: another dtype would be cast."""
     fixed: Flag = False
     """Whether it is requested independently of the model's dtype."""
-    pulled_by: Annotated[str, optional("the name of a function", lambda v: isinstance(v, str))] = ""
+    custom_grad: Annotated[str, optional("the name of a function", lambda v: isinstance(v, str))] = ""
     """Function of the program that defines the operand's gradient, or the reason why it is an autograd leaf."""
     leaf: Flag = False
     """Whether it is an autograd leaf whose gradient belongs to no parameter of the graph."""
@@ -42,10 +42,10 @@ class KeepAlive(OpKind):
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the first operand itself."""
         if not operands:
-            raise GraphError("keep without operands, expected at least one")
+            raise GraphError("keep_alive without operands, expected at least one")
         x = operands[0]
-        need(self.asked in (None, x.dtype), f"requested format {self.asked} of {x!r} in {x.dtype}")
-        need(self.asked is not None or not self.fixed, "a fixed format without a requested one")
+        need(self.requested_dtype in (None, x.dtype), f"requested format {self.requested_dtype} of {x!r} in {x.dtype}")
+        need(self.requested_dtype is not None or not self.fixed, "a fixed format without a requested one")
         return [itself(x)]
 
 
@@ -67,11 +67,11 @@ class StopGradient(OpKind):
         return [itself(x)]
 
 
-def keep(x: Tensor, *others: Tensor, name: str = "keep") -> Tensor:
+def keep_alive(x: Tensor, *others: Tensor, name: str = "keep_alive") -> Tensor:
     """Keep other tensors alive until here, as program variables do.
 
     A tensor dies after its last reader. In eager code a variable, or an argument of a pending call, can keep it alive
-    longer: put `keep` where the last reference is dropped.
+    longer: put `keep_alive` where the last reference is dropped.
 
     Parameters
     ----------
@@ -100,12 +100,12 @@ def keep(x: Tensor, *others: Tensor, name: str = "keep") -> Tensor:
     ...     with cg.Graph("g") as g:
     ...         residual = cg.relu(g.input("x", (B, D)))
     ...         y = cg.tanh(cg.tanh(residual))
-    ...         g.output(cg.ops.keep(y, residual) if hold else y)
+    ...         g.output(cg.ops.keep_alive(y, residual) if hold else y)
     ...     return cg.peak_memory(g)
     >>> peak(False), peak(True)
     (12*B*D, 16*B*D)
     """
-    need_tensor("keep", x, *others)
+    need_tensor("keep_alive", x, *others)
     return apply(KeepAlive(), [x, *others], name)[0]
 
 

@@ -79,7 +79,7 @@ class Append(OpKind):
     name = "append"
     axis: Index
     """Position axis."""
-    part: str = ""
+    mesh_axis: str = ""
     """Mesh axis that splits the cached positions, "" for none; the last rank takes the new ones."""
     flops = rules.free
 
@@ -113,7 +113,7 @@ class Append(OpKind):
             rule,
             operands=(names, (*names[:axis], (label,), *names[axis + 1 :])),
             extents={**rule.extents, label: new.sizes[axis]},
-            local=lambda extents, ranks: replace(self, part=ranks.get(names[axis][0], "")),
+            local=lambda extents, ranks: replace(self, mesh_axis=ranks.get(names[axis][0], "")),
             whole=frozenset([label]),
             once=frozenset(names[axis]),
         )

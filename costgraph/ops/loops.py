@@ -95,7 +95,7 @@ __all__ = [
 class Undef(DenseFactory):
     """Uninitialized loop accumulator: it takes no memory, and the first term becomes the sum."""
 
-    name = "absent"
+    name = "undef"
     pieces: Index = 0
     """Number of leading axes with separate allocations, one per iteration."""
     domain: DomainAxes = None
@@ -117,12 +117,12 @@ class Undef(DenseFactory):
 class Accumulate(OpKind):
     """In-place addition to an accumulator; onto an uninitialized one, the term becomes the sum at no cost.
 
-    A `lent` term is aliased elsewhere, so it is copied instead.
+    An `aliased` term is also used elsewhere, so it is copied instead.
     """
 
     name = "accumulate"
     restricted = takes_complex = True
-    lent: Flag = False
+    aliased: Flag = False
     flops, reads, writes = rules.per_result, rules.whole, rules.all_results
     placed = splits.summed
 
@@ -140,22 +140,22 @@ class Accumulate(OpKind):
         return (0,)
 
 
-def undef(sizes: Shape, dtype: DType, pieces: int = 0, *, name: str = "absent") -> Tensor:
+def undef(sizes: Shape, dtype: DType, pieces: int = 0, *, name: str = "undef") -> Tensor:
     """Return an uninitialized accumulator, a carry for `accumulate`; it takes no memory."""
     return apply(Undef(sizes=sizes, dtype=dtype, pieces=pieces), [], name)[0]
 
 
-def accumulate(so_far: Tensor, term: Tensor, *, lent: bool = False, name: str = "accumulate") -> Tensor:
+def accumulate(so_far: Tensor, term: Tensor, *, aliased: bool = False, name: str = "accumulate") -> Tensor:
     """Add a term in place: one FLOP per element. Onto an uninitialized accumulator, the term becomes the sum for free.
 
-    A `lent` term is aliased elsewhere, so it is copied instead.
+    An `aliased` term is also used elsewhere, so it is copied instead.
     """
     dense = contiguous_copy(term)
-    return apply(Accumulate(lent=lent and dense is term), [so_far, dense], name)[0]
+    return apply(Accumulate(aliased=aliased and dense is term), [so_far, dense], name)[0]
 
 
 def taken(op: Op) -> Op:
-    """Return the copy that replaces accumulating a lent term onto an uninitialized accumulator."""
+    """Return the copy that replaces accumulating an aliased term onto an uninitialized accumulator."""
     copy = Op(op.graph, Pointwise(function=FUNCTIONS["copy"]), op.name, op.operands[1:], op.scope, op.phase)
     copy.results = op.results
     return copy
@@ -289,7 +289,7 @@ class LoopExecutor(Generic[P]):
         """Return the value for stacked residuals; `rows` are in iteration order."""
         return list(rows)
 
-    def revised(self, whole: Tensor, env: Env, rows: Sequence[Any], place: P) -> Any:
+    def slice_updated(self, whole: Tensor, env: Env, rows: Sequence[Any], place: P) -> Any:
         """Return an operand after each iteration has written its slice; `rows` are in iteration order."""
         return env[self.key(whole)]
 
@@ -307,7 +307,7 @@ class LoopExecutor(Generic[P]):
         elif isinstance(op.kind, Undef):
             env[self.key(op.results[0])] = None
         elif isinstance(op.kind, Accumulate) and env[self.key(op.operands[0])] is None:
-            if op.kind.lent:
+            if op.kind.aliased:
                 del env[self.key(op.operands[0])]
                 self.step(taken(op), env, place)
             else:
@@ -338,8 +338,10 @@ class LoopExecutor(Generic[P]):
         filled = [self.filled(loop, i, s, [row[i] for row in ys], place) for i, s in enumerate(stacks)]
         self._put(env, loop.stacks, filled)
         for i, t in enumerate(loop.pieces):
-            rows, base = [row[i] for row in residuals], loop.revised(i)
-            self._put(env, [t], [self.collected(loop, rows) if base is None else self.revised(base, env, rows, place)])
+            rows, base = [row[i] for row in residuals], loop.updated_operand(i)
+            self._put(
+                env, [t], [self.collected(loop, rows) if base is None else self.slice_updated(base, env, rows, place)]
+            )
 
     def _values(self, tensors: Iterable[Tensor], env: Env) -> list[Any]:
         return [env[self.key(t)] for t in tensors]
@@ -666,9 +668,9 @@ def each(
         body.outputs += map(body.adopt, step(*formals))
     # the count may be 0 if an existing loop with the same count may be empty
     same_count = (op.loop.kind for op in graph.ops if op.loop is not None and op.loop.count == count)
-    least_count = 0 if count.constant is None and any(k.least == 0 for k in same_count) else 1
+    min_count = 0 if count.constant is None and any(k.min_count == 0 for k in same_count) else 1
     kind = Repeat(
-        body=body, count=count, carries=0, xs=len(xs), saved=len(body.outputs), reverse=reverse, least=least_count
+        body=body, count=count, carries=0, xs=len(xs), saved=len(body.outputs), reverse=reverse, min_count=min_count
     )
     op = body.owner = graph.add_op(kind, (*xs, *body.captured), scope_name)
     return op.results

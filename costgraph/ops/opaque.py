@@ -55,7 +55,7 @@ __all__ = [
     "Transfer",
     "opaque",
     "transfer",
-    "Foreign",
+    "CustomCall",
     "Output",
     "exact",
     "need_declared",
@@ -391,10 +391,10 @@ def _is_call_output(value: object) -> bool:
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Foreign(StatedCosts):
+class CustomCall(StatedCosts):
     """External call without a kind of its own: a cost rule gives its FLOPs and bytes for this call."""
 
-    name = "foreign"
+    name = "custom_call"
     outputs: Annotated[tuple[Output, ...], Rule("a tuple of shapes with formats and layouts", all_of(_is_call_output))]
     full: MatmulFlops = ZERO
     """Matmul FLOPs with every mask ignored."""
@@ -451,7 +451,7 @@ def exact(graph: Graph) -> set[Op]:
             integer_tensors.update(t for t in op.results if from_integers or t.dtype.kind != "float")
         needed = set[Tensor]()
         for op in reversed(list(body.ops)):
-            relevant = isinstance(op.kind, Foreign) or not needed.isdisjoint(op.results)
+            relevant = isinstance(op.kind, CustomCall) or not needed.isdisjoint(op.results)
             if relevant and integer_tensors.issuperset((*op.operands, *op.results)):
                 calls.add(op)
                 needed.update(t for t in op.operands if t.dtype.kind == "float")
@@ -466,5 +466,5 @@ def need_declared(place: str, graph: Graph, instead: str, *, floats: bool = Fals
     """
     integer_calls = exact(graph) if floats else set()
     for op in graph.walk():
-        if isinstance(op.kind, Foreign) and op not in integer_calls and not (floats and op.kind.is_blind):
+        if isinstance(op.kind, CustomCall) and op not in integer_calls and not (floats and op.kind.is_blind):
             raise refusal(place, op, instead)

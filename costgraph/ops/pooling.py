@@ -39,7 +39,7 @@ from .registry import register
 if TYPE_CHECKING:
     from ..algebra.dominance import Relations
 
-__all__ = ["Pool", "Unpool", "PoolingBase"]
+__all__ = ["Pool", "PoolBackward", "PoolingBase"]
 
 _POOLING = Rule("max or mean", lambda v: v in ("max", "mean"))
 
@@ -53,7 +53,7 @@ class PoolingBase(OpKind):
     extents: Extents
     """Size of every pattern axis."""
     operation: Annotated[str, _POOLING]
-    inside: Flag = False
+    exclude_padding: Flag = False
     """Whether a mean excludes padding, as torch's `count_include_pad=False`."""
 
     @property
@@ -127,10 +127,10 @@ class Pool(PoolingBase):
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Unpool(PoolingBase, WorkspaceKind):
+class PoolBackward(PoolingBase, WorkspaceKind):
     """Pooling gradient, from the incoming gradient, the input and, for a maximum, the indices."""
 
-    name = "unpool"
+    name = "pool_backward"
     writes = rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
@@ -140,7 +140,7 @@ class Unpool(PoolingBase, WorkspaceKind):
         gradient, x, *indices = operands
         for t in (gradient, *indices):
             if t.ndim != len(self.made) or not all(map(x.graph.same, t.sizes, self.made)):
-                raise ShapeError(f"unpool of {t!r}: expected ({', '.join(map(str, self.made))})")
+                raise ShapeError(f"pool_backward of {t!r}: expected ({', '.join(map(str, self.made))})")
         return [Result(x.sizes, x.dtype, dense_in(x.sizes, memory_format(x.sizes, x.strides)))]
 
     def flops(self, op: Op) -> Flops:

@@ -29,7 +29,7 @@ from ..ops.elementwise import (
     pointwise,
 )
 from ..ops.index import Gather
-from ..ops.keep_alive import keep
+from ..ops.keep_alive import keep_alive
 from ..ops.layout import reshape
 from ..ops.loops import fused
 from ..ops.operators import matmul, transpose
@@ -223,10 +223,10 @@ def _orthogonal(muon: Muon, update: Tensor) -> Tensor:
     for _ in range(muon.ns_steps):
         gram = matmul(x, transpose(x))
         # Python variables keep the Gram matrix and the operand alive after their last read
-        x = keep(_addmm(x, _addmm(gram, gram, gram, b, c), x, a, 1), gram)
+        x = keep_alive(_addmm(x, _addmm(gram, gram, gram, b, c), x, a, 1), gram)
     x = transpose(x) if tall else x
     # if it is bf16 already, the update itself was divided in place
-    return x if update.dtype == x.dtype else keep(x, update)
+    return x if update.dtype == x.dtype else keep_alive(x, update)
 
 
 def _batched_norm(x: Tensor) -> Tensor:

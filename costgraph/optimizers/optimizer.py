@@ -29,7 +29,7 @@ from ..ir.strides import Sizes, numel, windows_along
 from ..ops.elementwise import FUNCTIONS, Function, Pointwise, cast, pointwise
 from ..ops.fill import assign
 from ..ops.fourier import view_as
-from ..ops.keep_alive import KeepAlive, keep
+from ..ops.keep_alive import KeepAlive, keep_alive
 from ..ops.loops import each, fused
 from ..ops.reduce import reduce
 from ..ops.updates import (
@@ -497,7 +497,7 @@ class Calls:
 
     def keep(self, x: Column, *others: Column) -> Column:
         """Keep tensors alive that local variables of a for-loop reference; foreach lists are deleted explicitly."""
-        return x if self.listed or not others else self.each("keep", keep, x, *others)[0]
+        return x if self.listed or not others else self.each("keep_alive", keep_alive, x, *others)[0]
 
 
 def one_by_one(update: Update, groups: Sequence[Column], name: str) -> list[Column]:

@@ -32,7 +32,7 @@ from ..ops.keep_alive import KeepAlive
 from ..ops.layout import Concat, Expand, Rearrange, Slice
 from ..ops.loops import Accumulate, Empty, Kernel, Undef, taken
 from ..ops.opaque import Transfer
-from ..ops.pooling import Pool, PoolingBase, Unpool
+from ..ops.pooling import Pool, PoolBackward, PoolingBase
 from ..ops.reduce import Reduce
 from ..ops.registry import adding
 from ..transforms.rewrite import flat, members
@@ -476,12 +476,12 @@ def _shares(kind: PoolingBase, extents: Mapping[str, int], shape: Point) -> dict
     for point in _index_points(extents):
         index = tuple(_position(d, point, extents) for d in kind.pattern.operands[0])
         target = tuple(_position(d, point, extents) for d in kind.pattern.result)
-        counts[target] = counts.get(target, 0) + (not kind.inside or _inside(index, shape))
+        counts[target] = counts.get(target, 0) + (not kind.exclude_padding or _inside(index, shape))
     return counts
 
 
-@reference_semantics(Unpool)
-def _unpool(at: At[Unpool]) -> None:
+@reference_semantics(PoolBackward)
+def _pool_backward(at: At[PoolBackward]) -> None:
     """Route each window's gradient to its maximum, or spread it evenly over the window."""
     pattern, extents, largest = at.kind.pattern, at.of(at.kind.extents), at.kind.operation == "max"
     gradient, window = at.result().array, prod(n for name, n in extents.items() if name not in pattern.result_names)
@@ -722,7 +722,7 @@ def _transfer(at: At[Transfer]) -> None:
 @reference_semantics(Arange)
 def _arange(at: At[Arange]) -> None:
     for i in range(at.of(at.kind.size)):
-        at.write(at.of(at.kind.start) + (-i if at.kind.back else i), i)
+        at.write(at.of(at.kind.start) + (-i if at.kind.reverse else i), i)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -970,10 +970,10 @@ class _Interpreter:
                 continue
             if isinstance(op.kind, Undef) or (isinstance(op.kind, Accumulate) and env[op.operands[0]] is None):
                 env[op.results[0]] = None if isinstance(op.kind, Undef) else env[op.operands[1]]
-                if isinstance(op.kind, Undef) or not op.kind.lent:
+                if isinstance(op.kind, Undef) or not op.kind.aliased:
                     continue
                 op = taken(op)
-            if isinstance(op.kind, KeepAlive) and not isinstance(env[op.operands[0]], Value):  # stacked, or absent
+            if isinstance(op.kind, KeepAlive) and not isinstance(env[op.operands[0]], Value):  # stacked, or undefined
                 env[op.results[0]] = env[op.operands[0]]
                 self.out.events.append(Event(op.name + where, self.allocated, [v.buffer for v in flat(op, env) if v]))
                 self.allocated = []
@@ -1099,7 +1099,7 @@ class _Interpreter:
             state = [body_env[t] for t in loop.nexts]
             for pieces, t in zip(residuals, loop.saved, strict=True):
                 pieces[i] = body_env[t]
-        bases = (loop.revised(i) for i in range(len(residuals)))
+        bases = (loop.updated_operand(i) for i in range(len(residuals)))
         residual_values = [pieces if x is None else env[x] for pieces, x in zip(residuals, bases, strict=True)]
         env |= dict(zip((*loop.lasts, *loop.stacks, *loop.pieces), [*state, *stacks, *residual_values], strict=True))
 
@@ -1122,7 +1122,7 @@ class _Interpreter:
         costs.widest += at.stated.get("widest", widest if "reads" not in at.stated else read)
         costs.most += max(read, all_views) if "reads" not in at.stated else read
         costs.written += at.stated.get("writes", _bytes(at.written_at))
-        # operands include absent tensors and per-iteration lists
+        # operands include undefined tensors and per-iteration lists
         operand_buffers = {v.buffer for operand in at.operands if operand is not None for v in members(operand)}
         allocated = [v.buffer for v in at.made.values() if v.buffer not in operand_buffers]
         touched = [*operand_buffers, *(v.buffer for v in at.made.values())]

@@ -947,7 +947,7 @@ def a_loop_goes_back_as_its_iterations_do(lesson: Lesson) -> None:
     gradient_ops = [op for loop in _loops(lesson.trained) for op in _gradient_producers(loop)]
     copied = any(isinstance(op.kind, Rearrange) and op.kind.copy for op in gradient_ops)
     copied |= any(op.name.rpartition("/")[2].startswith("own") for op in gradient_ops)
-    copied |= any(isinstance(op.kind, Accumulate) and op.kind.lent for op in lesson.trained.walk())
+    copied |= any(isinstance(op.kind, Accumulate) and op.kind.aliased for op in lesson.trained.walk())
     comparable = all(map(_computes_all_carries, _loops(lesson.graph))) and not copied
     try:
         flat = backward(_flat(lesson.graph, lesson.point))

@@ -167,8 +167,8 @@ class _Rank:
         self.meanings: dict[type[OpKind], Meaning] = {
             **_RANK_INDEPENDENT,
             Collective: self.collective,
-            LocalShard: self.part,
-            Unshard: self.around,
+            LocalShard: self.local_shard,
+            Unshard: self.unshard,
             Merge: lambda at: merged(at, self.rendezvous.place(self.me, at.kind.axis)),
             Gather: self.by_table_sharding(whole(self.looked_up), _RANK_INDEPENDENT[Gather]),
             Scatter: self.by_table_sharding(whole(self.scattered), _RANK_INDEPENDENT[Scatter]),
@@ -180,7 +180,7 @@ class _Rank:
         """Choose between the semantics for a sharded and for a replicated table."""
 
         def chosen(at: At[Any]) -> None:
-            (sharded if at.kind.part else replicated)(at)
+            (sharded if at.kind.mesh_axis else replicated)(at)
 
         return chosen
 
@@ -205,7 +205,7 @@ class _Rank:
             )
         return together(at, arrays, self.rendezvous.place(self.me, kind.axis))
 
-    def part(self, at: At[LocalShard]) -> None:
+    def local_shard(self, at: At[LocalShard]) -> None:
         """Take the rank's shard."""
         kind, ranks, blocks = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks)
         me = self.rendezvous.place(self.me, kind.axis)
@@ -214,7 +214,7 @@ class _Rank:
         else:
             whole(lambda at: cut(at.operands[0].array, kind.dim, blocks, ranks, me))(at)
 
-    def around(self, at: At[Unshard]) -> None:
+    def unshard(self, at: At[Unshard]) -> None:
         """View the whole buffer around the rank's shard."""
         kind = at.kind
         at.made[0] = _unsharded_view(
@@ -222,12 +222,12 @@ class _Rank:
         )
 
     def local_rows(self, at: At[Any], rows: int) -> tuple[Array, Array, Array]:
-        """Translate global row indices to local ones, with masks of the rows that the rank owns and of `passed`."""
-        axis = at.kind.part
+        """Translate global row indices to local ones, with masks of its own rows and of `padding_idx`."""
+        axis = at.kind.mesh_axis
         ranks, me = len(self.rendezvous.group(self.me, axis)), self.rendezvous.place(self.me, axis)
         index = at.operands[1].array.astype(int) % (rows * ranks)
         local_index = index - me * rows
-        return local_index, (local_index >= 0) & (local_index < rows), index == at.kind.passed
+        return local_index, (local_index >= 0) & (local_index < rows), index == at.kind.padding_idx
 
     def looked_up(self, at: At[Gather]) -> Array:
         """Look up the local rows, with zeros for other ranks' rows."""
@@ -253,7 +253,7 @@ class _Rank:
 
     def appended(self, at: At[Append]) -> None:
         """Append the new positions that fall into the rank's cache shard; later ranks hold the positions after it."""
-        axis = at.kind.part
+        axis = at.kind.mesh_axis
         later = len(self.rendezvous.group(self.me, axis)) - 1 - self.rendezvous.place(self.me, axis)
         appended(at, later * at.operands[0].array.shape[at.kind.axis])
 

@@ -23,14 +23,24 @@ from ..nn.conv import pool
 from ..ops.collectives import REDUCING, Collective, LocalShard, Merge, Pack, Receive, Send, Unshard
 from ..ops.elementwise import pointwise
 from ..ops.fill import Assign, Fill, Pad, SliceUpdate, assign, fill, pad
-from ..ops.grouped import ROUTINGS, Dispatch, GroupedMatmul, GroupedOuter, TopK, dispatch, grouped, grouped_outer, top_k
+from ..ops.grouped import (
+    ROUTINGS,
+    Dispatch,
+    GroupedMatmul,
+    GroupedOuter,
+    TopK,
+    dispatch,
+    grouped_matmul,
+    grouped_outer,
+    top_k,
+)
 from ..ops.index import Gather, Scatter, Sort, arange, gather, sort, take_along
-from ..ops.keep_alive import KeepAlive, StopGradient, keep, stop_gradient
+from ..ops.keep_alive import KeepAlive, StopGradient, keep_alive, stop_gradient
 from ..ops.kv_cache import Append, Cache, InitialState, append, cache, initial_state
 from ..ops.layout import contiguous_copy, expand, slice_axis
 from ..ops.loops import Accumulate, Empty, Stacked, Undef, accumulate, undef
-from ..ops.opaque import Foreign, Opaque, StatedCosts
-from ..ops.pooling import Pool, Unpool
+from ..ops.opaque import CustomCall, Opaque, StatedCosts
+from ..ops.pooling import Pool, PoolBackward
 from ..ops.updates import FusedUpdate, Unscale, ZeroGrad
 from ..optimizers.adaptive import Adam
 from ..optimizers.optimizer import fused_update
@@ -152,8 +162,8 @@ def _drawn_pad(s: Sketch) -> Sequence[Tensor]:
     return [pad(x, axis, start, padded_size, step)]
 
 
-@strategy(Unpool)
-def _drawn_unpool(s: Sketch) -> Sequence[Tensor]:
+@strategy(PoolBackward)
+def _drawn_pool_backward(s: Sketch) -> Sequence[Tensor]:
     x = s.fresh((*s.shape(1, 6), s.number(3, 5)))
     width = s.number(1, 3)
     operation = s.one_of(["max", "mean"])
@@ -161,9 +171,11 @@ def _drawn_unpool(s: Sketch) -> Sequence[Tensor]:
     assert pooled.producer is not None
     kind = pooled.producer.kind
     assert isinstance(kind, Pool)
-    gradient_kind = Unpool(pattern=kind.pattern, extents=kind.extents, operation=kind.operation, inside=kind.inside)
+    gradient_kind = PoolBackward(
+        pattern=kind.pattern, extents=kind.extents, operation=kind.operation, exclude_padding=kind.exclude_padding
+    )
     places = [s.fresh(pooled.shape, "int64", "input")] if operation == "max" else []
-    return apply(gradient_kind, [s.fresh(pooled.shape, x.dtype.name), x, *places], "unpool")
+    return apply(gradient_kind, [s.fresh(pooled.shape, x.dtype.name), x, *places], "pool_backward")
 
 
 # -- top-k and expert routing ------------------------------------------------------------------------------------------
@@ -262,7 +274,7 @@ def _owners(at: At[OpKind], rows: int) -> list[int | None]:
 
 
 @reference_semantics(GroupedMatmul)
-def _grouped(at: At[GroupedMatmul]) -> None:
+def _grouped_matmul(at: At[GroupedMatmul]) -> None:
     """Multiply rows by their expert's matrix, and flag rows that differ from the routing assumption."""
     (rows, width), (experts, _, features) = at.operands[0].array.shape, at.operands[1].array.shape
     owners = _owners(at, rows)
@@ -288,7 +300,7 @@ def _grouped(at: At[GroupedMatmul]) -> None:
         sizes = [b.element * b.array.size for b in (at.operands[0].buffer, at.operands[2].buffer)]
         at.stated["reads"] = sum(sizes) + experts_read * width * features * at.operands[1].buffer.element
         at.repeats = True  # the formula assumes the mean number of experts, not the actual one
-    at.tally.pointwise += at.kind.unpacked * width * features * experts_read
+    at.tally.pointwise += at.kind.unpack_flops * width * features * experts_read
 
 
 def _mean_touched(experts: int, chosen: int, tokens: Fraction) -> Fraction:
@@ -363,13 +375,13 @@ def _drawn_merge(s: Sketch) -> Sequence[Tensor]:
 
 
 @strategy(GroupedMatmul)
-def _drawn_grouped(s: Sketch) -> Sequence[Tensor]:
+def _drawn_grouped_matmul(s: Sketch) -> Sequence[Tensor]:
     routing = s.one_of(ROUTINGS)
     experts, chosen, ends, tokens = _sent(s, 1.25 if routing == "capacity" else None)
     width, features = s.number(1, 3), s.one_of([1, 2, *dims("A B")])
     rows = s.fresh((*tokens.shape, width), s.one_of(["fp32", "bf16"]))
     weights = s.fresh((experts, width, features), "fp32")
-    return [grouped(rows, weights, ends, chosen, routing=routing)]
+    return [grouped_matmul(rows, weights, ends, chosen, routing=routing)]
 
 
 @strategy(GroupedOuter)
@@ -457,7 +469,7 @@ def _scatter(at: At[Scatter]) -> None:
                 at.read(0, *target_index)
             if at.kind.mode == "add":
                 added = x + result[target_index]
-                at.write(result[target_index] if row[at.kind.batch] == at.kind.passed else added, *target_index)
+                at.write(result[target_index] if row[at.kind.batch] == at.kind.padding_idx else added, *target_index)
             else:
                 at.tally.pointwise += 1
                 at.write(max(x.value, result[target_index]), *target_index)
@@ -467,11 +479,11 @@ def _scatter(at: At[Scatter]) -> None:
 # -- declared costs ----------------------------------------------------------------------------------------------------
 
 
-@reference_semantics(Foreign, Opaque)
+@reference_semantics(CustomCall, Opaque)
 def _declared_costs(at: At[StatedCosts]) -> None:
     """Trust the declared costs: opaque ops have no semantics."""
     kind = at.kind
-    full_matmul = kind.full if isinstance(kind, Foreign) else kind.matmul
+    full_matmul = kind.full if isinstance(kind, CustomCall) else kind.matmul
     at.tally = tally(*map(at.of, (kind.matmul, full_matmul, kind.pointwise, kind.transcendental)))
     for i, t in enumerate(at.op.results):
         if any(t.storage is x.storage for x in at.op.operands):
@@ -675,12 +687,12 @@ def _drawn_slice_update(s: Sketch) -> Sequence[Tensor]:
     start, size = s.one_of([(0, 1), (1, 1), (1, 2)])
     target = slice_axis(x, 0, start, size)
     written = assign(target, pointwise("copy", target))
-    return list(apply(SliceUpdate(axes=(0,), starts=(poly(start),), steps=(1,)), [x, written], "revised"))
+    return list(apply(SliceUpdate(axes=(0,), starts=(poly(start),), steps=(1,)), [x, written], "slice_update"))
 
 
 @reference_semantics(Undef)
 def _undef(at: At[Undef]) -> None:
-    """Do nothing: an absent tensor has no value until `accumulate` gets its first term."""
+    """Do nothing: an undefined tensor has no value until `accumulate` gets its first term."""
 
 
 @strategy(Undef)
@@ -732,7 +744,7 @@ def _changeable(s: Sketch) -> Tensor:
 
 
 @reference_semantics(KeepAlive)
-def _keep(at: At[KeepAlive]) -> None:
+def _keep_alive(at: At[KeepAlive]) -> None:
     at.view(np.asarray)
 
 
@@ -747,8 +759,8 @@ def _drawn_stop(s: Sketch) -> Sequence[Tensor]:
 
 
 @strategy(KeepAlive)
-def _drawn_keep(s: Sketch) -> Sequence[Tensor]:
-    return [keep(s.tensor(), *(s.tensor() for _ in range(s.number(0, 2))))]
+def _drawn_keep_alive(s: Sketch) -> Sequence[Tensor]:
+    return [keep_alive(s.tensor(), *(s.tensor() for _ in range(s.number(0, 2))))]
 
 
 @reference_semantics(FusedUpdate)

@@ -57,7 +57,7 @@ from ..ops.layout import (
     slice_axis,
 )
 from ..ops.loops import Empty, Kernel, kernel, repeat, scan
-from ..ops.opaque import Foreign, Opaque, Transfer, opaque, transfer
+from ..ops.opaque import CustomCall, Opaque, Transfer, opaque, transfer
 from ..ops.pooling import Pool
 from ..ops.reduce import REDUCTIONS, Reduce, reduce
 from ..ops.registry import KINDS, adding
@@ -683,7 +683,7 @@ def _pool(s: Sketch) -> Sequence[Tensor]:
     maker = pooled.producer
     if maker is not None and operation == "mean" and padding and width % 2:
         assert isinstance(maker.kind, Pool)
-        return apply(replace(maker.kind, inside=True), maker.operands, "mean_pool")
+        return apply(replace(maker.kind, exclude_padding=True), maker.operands, "mean_pool")
     if operation == "mean" or maker is None or s.chance(1):
         return [pooled]
     assert isinstance(maker.kind, Pool)
@@ -842,7 +842,7 @@ def _indexed(s: Sketch) -> tuple[Tensor, list[Tensor], int]:
     return x, [s.fresh((*x.shape[:batch], s.number(1, s.value(x.sizes[batch]))), "int64", "input")], batch
 
 
-def _passed(s: Sketch, x: Tensor, ids: Sequence[Tensor], batch: int) -> int | None:
+def _padding_idx(s: Sketch, x: Tensor, ids: Sequence[Tensor], batch: int) -> int | None:
     """Draw the row that receives no gradient; finite differences give it one."""
     return None if s.trained or len(ids) > 1 or s.chance(1) else s.number(0, s.value(x.sizes[batch]) - 1)
 
@@ -850,7 +850,7 @@ def _passed(s: Sketch, x: Tensor, ids: Sequence[Tensor], batch: int) -> int | No
 @strategy(Gather)
 def _gather(s: Sketch) -> Sequence[Tensor]:
     x, ids, batch = _indexed(s)
-    return apply(Gather(batch=batch, passed=_passed(s, x, ids, batch)), [x, *ids], "gather")
+    return apply(Gather(batch=batch, padding_idx=_padding_idx(s, x, ids, batch)), [x, *ids], "gather")
 
 
 @strategy(Scatter)
@@ -861,8 +861,10 @@ def _scatter(s: Sketch) -> Sequence[Tensor]:
     mode = s.one_of(["add", "set", *(["max"] if len(ids) == 1 else [])])
     if s.trained and ((mode == "set" and s.elements(ids[0]) > s.value(x.sizes[0])) or (mode == "max" and changes)):
         mode = "add"  # autograd has no gradient for rows set twice, nor for a maximum in place
-    passed = _passed(s, x, ids, batch) if mode == "add" else None
-    return apply(Scatter(mode=mode, inplace=changes, batch=batch, passed=passed), [x, *ids, updates], "scatter")
+    padding_idx = _padding_idx(s, x, ids, batch) if mode == "add" else None
+    return apply(
+        Scatter(mode=mode, inplace=changes, batch=batch, padding_idx=padding_idx), [x, *ids, updates], "scatter"
+    )
 
 
 @strategy(Arange)
@@ -879,10 +881,10 @@ def _opaque(s: Sketch) -> Sequence[Tensor]:
     return [opaque("stated", [x], (size,), workspace=s.one_of([0, 64, 16 * size]), **amounts)]
 
 
-@strategy(Foreign)
-def _foreign(s: Sketch) -> Sequence[Tensor]:
+@strategy(CustomCall)
+def _custom_call(s: Sketch) -> Sequence[Tensor]:
     x, n = s.tensor(), poly(s.size())
-    kind = Foreign(
+    kind = CustomCall(
         outputs=(((n,), x.dtype, None, None, ZERO),),
         matmul=n,
         full=2 * n,
@@ -922,8 +924,8 @@ def _collective(s: Sketch) -> Sequence[Tensor]:
 def _unshard(s: Sketch) -> Sequence[Tensor]:
     ranks: Any = s.one_of([2, 3, dims("A")])
     dim = s.number(0, 1)
-    shard = apply(LocalShard(ranks=poly(ranks), axis="x", dim=dim), [_dim(s, ranks, 1, *[2] * dim)], "part")
-    return apply(Unshard(ranks=poly(ranks), axis="x", dim=dim), shard, "around")
+    shard = apply(LocalShard(ranks=poly(ranks), axis="x", dim=dim), [_dim(s, ranks, 1, *[2] * dim)], "local_shard")
+    return apply(Unshard(ranks=poly(ranks), axis="x", dim=dim), shard, "unshard")
 
 
 @strategy(Pack)
@@ -941,7 +943,7 @@ def _local_shard(s: Sketch) -> Sequence[Tensor]:
     return apply(
         LocalShard(ranks=poly(ranks), axis="x", dim=dim, blocks=poly(blocks)),
         [_dim(s, ranks, blocks, *[2] * dim)],
-        "part",
+        "local_shard",
     )
 
 
@@ -1133,7 +1135,7 @@ def graphs(most: int = 6, kinds: Sequence[Named] = ()) -> st.SearchStrategy[Case
     most : int
         Maximum number of ops at the top level.
     kinds : sequence of subclasses of OpKind or str
-        Op kinds or names, by default all with a sample except `revised`.
+        Op kinds or names, by default all with a sample except `slice_update`.
 
     Returns
     -------

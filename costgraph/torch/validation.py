@@ -31,7 +31,7 @@ from ..notation.progress import progressing
 from ..notation.validation import Count, Rule, Size, at_least, one_of, read_fields, read_record
 from ..ops.einsum import Einsum
 from ..ops.loops import Kernel
-from ..ops.opaque import Foreign
+from ..ops.opaque import CustomCall
 from ..text_file import read_text, target_of, write_file
 from .calibration import calibrate, last_level_cache, specification
 from .lowering.context import FORMATS
@@ -960,7 +960,7 @@ def _in_attention(graph: Graph) -> Iterator[Poly]:
         own = op in kernels or op.name.rpartition("/")[2].startswith(gradients)
         if not (own if op.call is None else _UNCOUNTED in op.call.target):
             continue
-        if isinstance(op.kind, Foreign):
+        if isinstance(op.kind, CustomCall):
             yield op.kind.flops(op).full * times
         elif op.body is not None:
             yield total(o.kind.flops(o).full for o in op.body.ops if isinstance(o.kind, Einsum)) * times

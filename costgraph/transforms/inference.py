@@ -314,7 +314,7 @@ def _positions(op: Op, kind: Arange, operands: Sequence[Any], lengths: SequenceL
     if kind.context:
         return kind
     bound_kind = _bound(op, kind, operands, lengths)
-    return bound_kind if kind.back else replace(bound_kind, start=kind.start + lengths.earlier)
+    return bound_kind if kind.reverse else replace(bound_kind, start=kind.start + lengths.earlier)
 
 
 def _unchanged(op: Op, kind: OpKind, operands: Sequence[Any], lengths: SequenceLengths) -> OpKind:

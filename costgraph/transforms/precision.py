@@ -688,8 +688,8 @@ class Retyper(Rewriter):
             self._loop(op, op.loop, new)
         elif isinstance(op.kind, Kernel):
             self._kernel(op, op.kind, new)
-        elif isinstance(op.kind, KeepAlive) and op.kind.asked is not None:
-            self._requested_cast(op, op.kind, op.kind.asked, new)
+        elif isinstance(op.kind, KeepAlive) and op.kind.requested_dtype is not None:
+            self._requested_cast(op, op.kind, op.kind.requested_dtype, new)
         else:
             self._plain(op, new)
         if self.policy.scope_format(op.name) is not None and not self.kernels:
@@ -721,7 +721,7 @@ class Retyper(Rewriter):
         is_default = not kind.fixed and requested == self.default
         dtype = requested if not is_default else self.base if self.policy.autocast is None else t.dtype
         if dtype == t.dtype:
-            self.add(op, replace(kind, asked=dtype), [t], new)
+            self.add(op, replace(kind, requested_dtype=dtype), [t], new)
         else:
             self.add(op, Pointwise(function=FUNCTIONS["cast"], dtype=dtype), [t], new)
 

@@ -1215,7 +1215,7 @@ class _Quantizer(Rewriter):
         packed: Tensor = self.tensors[op.operands[index]]
         weights, activations = packed.dtype, self.formats.activations
         if isinstance(kind, GroupedMatmul):  # unpacks only the weights of experts that receive rows
-            kind, w = replace(kind, unpacked=sum(packing(weights, scaled=compute is None))), packed
+            kind, w = replace(kind, unpack_flops=sum(packing(weights, scaled=compute is None))), packed
         else:
             w = dequantize_weight(
                 packed, wide if compute is None else self.formats.operand(weights), scaled=compute is None

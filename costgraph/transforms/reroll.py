@@ -1013,7 +1013,7 @@ class StridedSlices:
                     f"{op.operands[1].name!r} is written into {base.name!r}, expected one slice per iteration, "
                     f"which advances with the iterations"
                 )
-            cut.unseen |= isinstance(op.kind, SliceUpdate) and op.kind.unseen
+            cut.unseen |= isinstance(op.kind, SliceUpdate) and op.kind.untracked
             written.setdefault(base, {})[iteration] = op, cut
             self.writes[op] = cut, iteration
         for op in loop_ops if written else ():
@@ -1611,13 +1611,13 @@ class Folder(Rewriter):
         self.families |= {EarlierRunSlices(plan.number, v): next(results) for v in plan.saved}
 
     def start(self, plan: Plan, carry: EarlierIteration, new: Graph) -> Tensor:
-        """Return a carry's initial value, absent if no iteration reads it."""
+        """Return a carry's initial value, undefined if no iteration reads it."""
         t = carry.starts[0]
         if t is not None:
             return self.outer(self.outside_reads.starts[plan.number, t])
         like = self.match.typical(plan, carry)
         undef = Undef(sizes=like.sizes, dtype=like.dtype, pieces=like.storage.pieces)
-        return new.add_op(undef, [], "absent", self.match.ops[plan.run.starts[0]].phase).results[0]
+        return new.add_op(undef, [], "undef", self.match.ops[plan.run.starts[0]].phase).results[0]
 
 
 class _LoopBody:
@@ -1995,8 +1995,8 @@ class _IterationFolder(KernelPrologues, Folder):
             start, step = (self.cuts.start(cut, iteration), cut.size) if family is None else self._span(cut)
             part = values if family is None else self._merged(values, cut.axis)
             stride = 1 if step == cut.size else int(step.constant or 1)
-            kind = SliceUpdate(axes=(cut.axis,), starts=(start,), steps=(stride,), unseen=cut.unseen)
-            value = self.new.add_op(kind, [value, part], "revised", "forward").results[0]
+            kind = SliceUpdate(axes=(cut.axis,), starts=(start,), steps=(stride,), untracked=cut.unseen)
+            value = self.new.add_op(kind, [value, part], "slice_update", "forward").results[0]
             del pending[: 1 if family is None else len(self.match.blocks)]
         self.updated[base] = value
         return value

@@ -23,10 +23,10 @@ from ..ops.einsum import Einsum
 from ..ops.elementwise import Pointwise, cast, pointwise
 from ..ops.fill import SliceUpdate, assign, fill
 from ..ops.functions import FUNCTIONS, names_in
-from ..ops.keep_alive import KeepAlive, keep
+from ..ops.keep_alive import KeepAlive, keep_alive
 from ..ops.layout import Concat, Expand, Rearrange, Slice, concat, contiguous_copy, copied_into, slice_axis, split
 from ..ops.loops import Accumulate, Empty, Kernel, Repeat, Stacked, Undef, accumulate, kernel, slice_of
-from ..ops.opaque import Foreign
+from ..ops.opaque import CustomCall
 from ..ops.pooling import Pool
 from ..optimizers import Optimizer, Slot
 from .rewrite import Rewriter, flat
@@ -86,13 +86,13 @@ def is_leaf(op: Op) -> bool:
 
 
 def _grad_operands(op: Op) -> Sequence[Tensor]:
-    """Return the operands that can receive a gradient: not those only kept alive, nor unseen writes."""
-    alone = isinstance(op.kind, KeepAlive) or (isinstance(op.kind, SliceUpdate) and op.kind.unseen)
+    """Return the operands that can receive a gradient: not those only kept alive, nor untracked writes."""
+    alone = isinstance(op.kind, KeepAlive) or (isinstance(op.kind, SliceUpdate) and op.kind.untracked)
     return op.operands[:1] if alone else op.operands
 
 
 def _passes_gradients(op: Op) -> bool:
-    return op.kind.passes_gradients and not (isinstance(op.kind, Foreign) and op.kind.is_blind)
+    return op.kind.passes_gradients and not (isinstance(op.kind, CustomCall) and op.kind.is_blind)
 
 
 def active_inside(op: Op, active: set[Tensor]) -> set[Tensor]:
@@ -192,7 +192,7 @@ class Update:
         with opened(phase="optimizer"):
             master = None if self.master is None else self.declare("master", param.sizes, self.master)
             (slot,) = self.optimizer.update([Slot(param, grad, master, self.moments, self.declare)])
-            keep(slot.param, slot.grad)  # the gradient is freed after the update, not within it
+            keep_alive(slot.param, slot.grad)  # the gradient is freed after the update, not within it
         update: Update | None = self
         while update is not None:
             update.done, update = True, update.outer
@@ -297,7 +297,7 @@ def protect_saved(graph: Graph) -> Graph:
 def _is_unseen(op: Op) -> bool:
     """Whether an in-place write is hidden from autograd: all readers see the tensor as it was."""
     readers = [o.kind for o in op.graph.successors(op.results[0])]
-    return bool(readers) and all(isinstance(kind, SliceUpdate) and kind.unseen for kind in readers)
+    return bool(readers) and all(isinstance(kind, SliceUpdate) and kind.untracked for kind in readers)
 
 
 class _SavedProtector(Rewriter):
@@ -483,7 +483,7 @@ class _Peeler(Rewriter):
         self.active, self.graded = activity.active(group.active), activity.reached(group)
         kind = replace(old.kind, body=self.body(old.body, new, group.name), count=group.count)
         if group.count.constant is None and group.count != old.count and activity.may_be_empty(group):
-            kind = replace(kind, least=0)
+            kind = replace(kind, min_count=0)
         new_loop = self.add(op, kind, operands, new, op.name + group.name).loop
         assert new_loop is not None
         self.active, self.graded = previous
@@ -512,7 +512,7 @@ class _Peeler(Rewriter):
 
     def _residuals(self, old: Loop, k: int, loops: Sequence[Loop], new: Graph) -> Any:
         """Return the residuals that all parts of a loop leave, or the operand they were written into."""
-        x = old.revised(k)
+        x = old.updated_operand(k)
         if x is None:
             return [part.pieces[k] for part in loops]
         target, offset = self.tensors[x], ZERO
@@ -688,7 +688,7 @@ class ReverseMode:
         if self.fused or not self.writable(previous):
             return pointwise("add", previous, grad)
         if previous in self.carried:
-            return accumulate(previous, grad, lent=grad.role == "formal" or self.partial_grads[grad.storage] > 0)
+            return accumulate(previous, grad, aliased=grad.role == "formal" or self.partial_grads[grad.storage] > 0)
         return pointwise("add", previous, grad, inplace=True)
 
     def take(self, t: Tensor) -> Tensor | None:
@@ -805,10 +805,12 @@ class ReverseMode:
         operand_grad, *other_grads = self.gradients(write, (pointwise("copy", part, name="clone"),), needs)
         if needs[0]:
             written = assign(part, fill(part.shape, dtype=part.dtype) if operand_grad is None else operand_grad)
-            revised = apply(op.kind, [copied, _apply_views(written, write.results[0], op.operands[1])], "revised")[0]
-            self.put(op.operands[0], keep(revised, grad))
+            (updated,) = apply(
+                op.kind, [copied, _apply_views(written, write.results[0], op.operands[1])], "slice_update"
+            )
+            self.put(op.operands[0], keep_alive(updated, grad))
         for t, g in zip(write.operands[1:], other_grads, strict=True):
-            self.put(t, g if g is None or needs[0] else keep(g, grad, copied))
+            self.put(t, g if g is None or needs[0] else keep_alive(g, grad, copied))
 
     def gradients(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Return the gradients for an op's operands, given its results' gradients."""
@@ -839,7 +841,7 @@ class ReverseMode:
         ]
         i = next((i for i, g in enumerate(operand_grads) if g is not None and g.role == "activation"), None)
         if copied and i is not None:
-            operand_grads[i] = keep(operand_grads[i], *copied)  # type: ignore[arg-type]  # it is there
+            operand_grads[i] = keep_alive(operand_grads[i], *copied)  # type: ignore[arg-type]  # it is there
         return operand_grads
 
     def dispatch(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
@@ -876,7 +878,7 @@ class ReverseMode:
         freed_early = [t for t in alive if t.storage not in last and t.role in ("activation", "formal")]
         i = next((i for i, g in enumerate(operand_grads) if g is not None and g.role == "activation"), None)
         if freed_early and i is not None:
-            operand_grads[i] = keep(operand_grads[i], *freed_early)  # type: ignore[arg-type]  # it is there
+            operand_grads[i] = keep_alive(operand_grads[i], *freed_early)  # type: ignore[arg-type]  # it is there
         return operand_grads
 
 
@@ -902,7 +904,7 @@ def _in_own_format(op: Op, operand_grad: Tensor, order: Sequence[int], grad: Ten
         return operand_grad
     if op.kind.grad_memory_format == "contiguous":
         copy = copied_into(operand_grad, memory_order(grad.sizes, grad.strides) or order)
-        return operand_grad if copy is operand_grad else keep(copy, *producer.operands)
+        return operand_grad if copy is operand_grad else keep_alive(copy, *producer.operands)
     converted = [
         t for t in (*producer.results, *producer.operands[2:]) if not is_contiguous_in(t.sizes, t.strides, order)
     ]
@@ -912,7 +914,7 @@ def _in_own_format(op: Op, operand_grad: Tensor, order: Sequence[int], grad: Ten
 
 def _write_of(op: Op) -> Op | None:
     """Return the in-place op that wrote the slice of a `SliceUpdate` tensor, None for other ops."""
-    if not isinstance(op.kind, SliceUpdate) or op.kind.unseen:
+    if not isinstance(op.kind, SliceUpdate) or op.kind.untracked:
         return None
     write = op.operands[1].producer
     while write is not None and is_view_op(write):
@@ -1050,7 +1052,7 @@ class _KeepAliveInserter(Rewriter):
         """Copy an op, followed by a `KeepAlive` of the tensors that live until it."""
         super().emit(op, new, suffix)
         if op in self.tensors_after:
-            new.add_op(KeepAlive(), [self.tensors[t] for t in self.tensors_after[op]], "keep", op.phase)
+            new.add_op(KeepAlive(), [self.tensors[t] for t in self.tensors_after[op]], "keep_alive", op.phase)
 
 
 # -- recompute ---------------------------------------------------------------------------------------------------------
@@ -1140,7 +1142,7 @@ def _hold(walk: ReverseMode, inputs: Iterable[Tensor], tensors: Sequence[Tensor]
     if tensors and last is not None:
         grad = walk.take(last)
         assert grad is not None
-        walk.record(last, keep(grad, *tensors))
+        walk.record(last, keep_alive(grad, *tensors))
 
 
 def _saved_result(walk: ReverseMode, op: Op) -> Tensor:
@@ -1480,7 +1482,7 @@ def _close(walk: ReverseMode, out: _LoopResults, grads: Grads, sums: dict[int, t
         starts.append(_start(walk, graph, body, f, t, is_sum=is_sum, shared=shared))
     kind = Repeat(
         body=body, count=forward.count, carries=len(starts), xs=len(backward.xs), saved=len(out.per_iteration),
-        reverse=not forward.reverse, least=forward.kind.least,
+        reverse=not forward.reverse, min_count=forward.kind.min_count,
     )  # fmt: skip
     for i, t in out.stacks:
         preallocate_stack(walk, op.operands[i], t.dtype)
@@ -1504,15 +1506,15 @@ def _close(walk: ReverseMode, out: _LoopResults, grads: Grads, sums: dict[int, t
 def _start(
     walk: ReverseMode, graph: Graph, body: Graph, f: Tensor, start: Tensor | None, *, is_sum: bool, shared: bool
 ) -> Tensor:
-    """Return a carry's initial value: absent if the first iteration only accumulates into it, else zeros."""
+    """Return a carry's initial value: undefined if the first iteration only accumulates into it, else zeros."""
     if start is None:
         readers = list(body.successors(f))
         # if the loop only accumulates into the carry, the first term becomes its value
-        absent = len(readers) < 2 and all(_only_added_to(op, f) for op in readers) and f not in body.outputs
-        absent = absent or _passed_on(body, f)
-        if absent:
+        undefined = len(readers) < 2 and all(_only_added_to(op, f) for op in readers) and f not in body.outputs
+        undefined = undefined or _passed_on(body, f)
+        if undefined:
             undef = Undef(sizes=f.sizes, dtype=f.dtype, pieces=f.storage.pieces, domain=f.domain)
-            return graph.add_op(undef, [], "absent").results[0]
+            return graph.add_op(undef, [], "undef").results[0]
         return restricted(fill(f.shape, dtype=f.dtype), f)
     start = graph.adopt(start)
     if start.storage.pieces or is_sum:
@@ -1559,7 +1561,7 @@ def _added(pull: VJPContext[Accumulate]) -> Grads:
 
 
 @vjp(Undef)
-def _absent(pull: VJPContext[Undef]) -> Grads:
+def _undef(pull: VJPContext[Undef]) -> Grads:
     return []
 
 
@@ -1693,7 +1695,7 @@ def _mark_recomputed(ops: Iterable[Op]) -> None:
     """Mark ops as recomputed within the backward pass."""
     for op in ops:
         op.phase = "backward"
-        op.state(again=True)
+        op.state(recompute=True)
 
 
 def pull_kernel(walk: ReverseMode, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
@@ -1721,7 +1723,7 @@ def pull_kernel(walk: ReverseMode, op: Op, grads: Grads, needs: Sequence[bool]) 
     out = [None if g is None else _kernel_result(body, g) for g in body_grads]
     for i, g in enumerate(out):
         if saved and g is not None and g.role == "activation":
-            out[i] = keep(g, *saved)
+            out[i] = keep_alive(g, *saved)
             break
     owner.scope = op.scope
     workspace = op.kind.gradient_workspace if all(g is None or g.is_contiguous for g in grads) else ZERO

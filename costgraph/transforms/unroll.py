@@ -84,7 +84,7 @@ _Target = tuple[Graph, str]
 
 
 class _Unroller(Rewriter, LoopExecutor[_Target]):
-    """Executes loops. A tensor with one storage per iteration becomes a list, an absent sum None."""
+    """Executes loops. A tensor with one storage per iteration becomes a list, an undefined sum None."""
 
     lies = True
 
@@ -183,23 +183,23 @@ class _Unroller(Rewriter, LoopExecutor[_Target]):
     def loop(self, loop: Loop, env: Env, place: _Target) -> None:
         """Run a loop; slices that its iterations write in place exist before the first write."""
         count = self.around[-1].at if loop.until else _count(loop.op, loop.count.bind(self.values))
-        originals = {x: env[x] for i in range(len(loop.pieces)) if (x := loop.revised(i)) is not None}
+        originals = {x: env[x] for i in range(len(loop.pieces)) if (x := loop.updated_operand(i)) is not None}
         for x, t in originals.items():
             env[x] = [position(t, as_poly(i), place[0], loop.op) for i in range(count)]
         self._originals |= originals
         super().loop(loop, env, place)
         env |= originals
 
-    def revised(self, whole: Tensor, env: Env, rows: Sequence[Any], place: _Target) -> Any:
-        revised = self._originals[whole]
+    def slice_updated(self, whole: Tensor, env: Env, rows: Sequence[Any], place: _Target) -> Any:
+        updated = self._originals[whole]
         for index, row in enumerate(rows):
             merge = Rearrange(split=row.sizes, order=tuple(range(row.ndim)), merged=(ONE, *row.sizes))
             (part,) = place[0].add_op(merge, [row], f"{base_name(row.name)}.part", row.producer.phase).results
             kind = SliceUpdate(axes=(0,), starts=(as_poly(index),), steps=(1,))
-            (revised,) = (
-                place[0].add_op(kind, [revised, part], f"{base_name(row.name)}.written", row.producer.phase).results
+            (updated,) = (
+                place[0].add_op(kind, [updated, part], f"{base_name(row.name)}.written", row.producer.phase).results
             )
-        return revised
+        return updated
 
     def filled(self, loop: Loop, i: int, stack: Any, rows: Sequence[Any], place: _Target) -> Any:
         if stack is None:

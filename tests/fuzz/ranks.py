@@ -29,7 +29,7 @@ def model(kinds: int, *, gated: bool, fused: bool, post_norm: bool = False, padd
             x = g.input("x", (B, S, D))
         else:
             table, tokens = g.param("tokens/table", (VOCABULARY, D)), g.input("tokens", (B, S), dtype="int64")
-            (x,) = apply(Gather(passed=padding_idx), [table, tokens], "gather")
+            (x,) = apply(Gather(padding_idx=padding_idx), [table, tokens], "gather")
 
         def block(x: cg.Tensor) -> cg.Tensor:
             h = cg.rms_norm(x)

@@ -409,7 +409,7 @@ def _(right, start, depth):
 
 
 @fault(TRAINING, "the first term of a sum is added to something", (costs, "_iterations"), LOSSES)
-def _(right, op, times, moves, absent):
+def _(right, op, times, moves, undefined):
     yield from right(op, times, moves, {})
 
 

@@ -450,7 +450,7 @@ def test_axis_of_size_plus_one_exceeds_one():
 
 def test_single_run_frees_loop_state():
     with cg.Graph("g") as g:
-        x = cg.repeat(2, cg.ops.keep, g.param("x", (D,)), name="scan")
+        x = cg.repeat(2, cg.ops.keep_alive, g.param("x", (D,)), name="scan")
         x = cg.repeat(2, lambda h: -h, x, name="negated")
         g.output(cg.reduce(x, "d -> ", "mean"))
     testing.check_training(g, ["checkpoints_change_no_gradient_and_save_no_flops"], D=5)

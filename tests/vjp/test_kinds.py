@@ -365,8 +365,8 @@ def every_new_attribute():
         g.output(total, assigned, mean, top, y, pad(x, 1, 1, 9), pointwise(function, x))
         seed = g.input("s", (n, 3))
         kind = top.producer.kind
-        kind = KINDS["unpool"](pattern=kind.pattern, extents=kind.extents, operation=kind.operation)
-        g.output(*apply(kind, [seed, x, top.producer.results[1]], "unpool"))
+        kind = KINDS["pool_backward"](pattern=kind.pattern, extents=kind.extents, operation=kind.operation)
+        g.output(*apply(kind, [seed, x, top.producer.results[1]], "pool_backward"))
     return g
 
 

@@ -12,7 +12,7 @@ from costgraph.errors import CostGraphError
 from costgraph.ir.graph import known_names
 
 #: Ops that are random, or have no torch equivalent.
-UNLIKE = {"dropout", "opaque", "foreign", "empty", "unpool"}
+UNLIKE = {"dropout", "opaque", "custom_call", "empty", "pool_backward"}
 
 
 def drawn(count):

@@ -113,8 +113,8 @@ def lookups():
         rows = {"add": ids, "max": ids, "set": cg.ops.arange(N)}
         g.output(cg.embedding(ids, table), cg.ops.take_along(wide, columns))
         g.output(*(cg.ops.scatter(table, at, new, mode=mode, inplace=False) for mode, at in rows.items()))
-        for passed in (1, 8):
-            g.output(*apply(Scatter(mode="add", passed=passed), [table, ids, new], "scatter"))
+        for padding_idx in (1, 8):
+            g.output(*apply(Scatter(mode="add", padding_idx=padding_idx), [table, ids, new], "scatter"))
         g.output(cg.ops.scatter(wide, columns, sums, along=True, inplace=False))
         g.output(*(cg.reduce(wide, "b v -> b", how) for how in ("mean", "max", "min")))
     placements = {"table": "(v x) d", "wide": "b (v x)"}

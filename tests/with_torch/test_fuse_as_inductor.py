@@ -11,7 +11,7 @@ import costgraph as cg
 from costgraph.torch import lower, trace
 
 LOSS = "gradient of a loss"
-TRACED = [name for name in PROGRAMS if name != LOSS]  # its scatter is a foreign call in a trace
+TRACED = [name for name in PROGRAMS if name != LOSS]  # its scatter is a custom call in a trace
 FOUND = json.loads(RECORD.read_text())["bytes of each kernel"]
 
 

@@ -46,7 +46,7 @@ def autograd_gradients(module, names, inputs):
 @given(testing.losses())
 def test_gradients_of_drawn_losses(case):
     graph, point = case
-    assume(all(op.kind.name not in ("dropout", "foreign") for op in graph.walk()))
+    assume(all(op.kind.name not in ("dropout", "custom_call") for op in graph.walk()))
     try:
         back = cg.backward(graph)
     except CostGraphError:
@@ -85,7 +85,7 @@ def test_ignored_targets_have_no_gradient(reduction, none):
             each = torch.nn.functional.cross_entropy(self.last(x), targets, **options)
             return each.square().sum() if reduction == "none" else each
 
-    if reduction == "none" and none >= 0:  # a foreign call, which has no gradient here
+    if reduction == "none" and none >= 0:  # a custom call, which has no gradient here
         return
     net, x, targets = Classes(), torch.randn(11, 5), torch.arange(11) % 7
     targets[::3] = none

@@ -41,13 +41,13 @@ def opaque(graph, point):
 
 def invents_places(graph):
     """Whether the gradient of a max pooling reads synthetic indices, which may lie outside its windows."""
-    unpooled = [op for op in graph.walk() if op.kind.name == "unpool" and len(op.operands) == 3]
-    return any(op.operands[2].producer is None for op in unpooled)
+    pool_gradients = [op for op in graph.walk() if op.kind.name == "pool_backward" and len(op.operands) == 3]
+    return any(op.operands[2].producer is None for op in pool_gradients)
 
 
 def agree(case):
     graph, point = case
-    assume(not has(graph, "foreign"))  # foreign calls are drawn without meaning
+    assume(not has(graph, "custom_call"))  # custom calls are drawn without meaning
     assume(not invents_places(graph))
     made, run = both(graph, point, opaque(graph, point))
     assume(defined(run) and not has(graph, "dropout") and not truncates(graph))
@@ -57,17 +57,19 @@ def agree(case):
 
 
 # a max-pooling index outside its window is invalid: `test_lower.py` has real ones
-@pytest.mark.parametrize("kind", sorted({k.name for k in STRATEGIES} - {"unpool", "dropout", "empty", "foreign"}))
+@pytest.mark.parametrize(
+    "kind", sorted({k.name for k in STRATEGIES} - {"pool_backward", "dropout", "empty", "custom_call"})
+)
 def test_ops_of_each_kind_compute_what_the_interpreter_does(kind):
     quick(given(testing.ops(kind))(agree))()
 
 
-@pytest.mark.parametrize("kind", ["unpool", "dropout", "empty"])
+@pytest.mark.parametrize("kind", ["pool_backward", "dropout", "empty"])
 def test_ops_with_other_numbers_run(kind):
     @quick
     @given(testing.ops(kind))
     def runs(case):
-        assume(not has(case[0], "foreign"))
+        assume(not has(case[0], "custom_call"))
         both(*case, opaque(*case))
 
     runs()

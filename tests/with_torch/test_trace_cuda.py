@@ -212,7 +212,7 @@ def test_norm_statistics_have_the_accumulation_dtype(norm, dtype):
     made = [int(t.dtype.bytes) for t in op.results if t.storage not in {x.storage for x in op.operands}]
     assert made == [t.element_size() for t in references]
     assert cg.flops(graphs[1]) == cg.flops(graphs[0])
-    assert not [op for op in graphs[1].walk() if op.kind.name == "foreign"]
+    assert not [op for op in graphs[1].walk() if op.kind.name == "custom_call"]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")

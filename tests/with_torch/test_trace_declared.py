@@ -68,12 +68,12 @@ def sizes(name):
 
 @pytest.mark.parametrize("name", SOME)
 def test_most_calls_are_translated_to_declared_ops(name):
-    calls = foreign = 0
+    calls = custom_calls = 0
     for train in (False, True):
-        ops = [op for op in traced(name, train).ops if op.kind.name != "keep"]
+        ops = [op for op in traced(name, train).ops if op.kind.name != "keep_alive"]
         calls += len(ops)
-        foreign += sum(op.kind.name == "foreign" for op in ops)
-    assert foreign <= 0.05 * calls
+        custom_calls += sum(op.kind.name == "custom_call" for op in ops)
+    assert custom_calls <= 0.05 * calls
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -124,7 +124,9 @@ def test_explicit_dtypes_stay_and_others_follow_the_model():
     given, low = (torch.zeros(5, 8, dtype=d) for d in (torch.float32, torch.bfloat16))
     g = trace(Formats(), given, dims=[("N", None)])
     converted, seen = cg.apply_precision(g, "bf16"), trace(Formats().bfloat16(), low, dims=[("N", None)])
-    formats = [[t.dtype.name for op in h.ops if op.kind.name != "keep" for t in op.results] for h in (converted, seen)]
+    formats = [
+        [t.dtype.name for op in h.ops if op.kind.name != "keep_alive" for t in op.results] for h in (converted, seen)
+    ]
     assert formats[0] == formats[1]
     for question in (cg.flops, cg.bytes_moved, cg.peak_memory):
         assert question(converted) == question(seen)
@@ -181,7 +183,7 @@ def test_fused_attention_is_translated(causal, masked):
     module, x = Attends(causal, masked), torch.randn(3, 7, 10)
     g = trace(module, x, dims=[("B", "S", None)])
     seen = trace(module, x, dims=[("B", "S", None)], train=True)
-    assert all(op.kind.name != "foreign" for op in g.ops)
+    assert all(op.kind.name != "custom_call" for op in g.ops)
     derived = cg.backward(g)
     for count in ("executed", "full"):
         assert cg.matmul_flops(derived, count=count) == cg.matmul_flops(seen, count=count)
@@ -208,7 +210,7 @@ def test_transposed_convolution_is_translated(groups, bias):
     module, x = Grows(groups, bias), torch.randn(2, 6, 5, 7)
     g = trace(module, x, dims=[("B", None, None, None)])
     seen = trace(module, x, dims=[("B", None, None, None)], train=True)
-    assert all(op.kind.name != "foreign" for op in (*g.ops, *seen.ops))
+    assert all(op.kind.name != "custom_call" for op in (*g.ops, *seen.ops))
     B = cg.dims("B")
     assert cg.matmul_flops(g) == 2 * B * 5 * 7 * 6 * 4 // groups * 9
     assert cg.matmul_flops(seen) == 2 * cg.matmul_flops(g)  # the input needs no gradient
@@ -240,7 +242,7 @@ def test_concatenating_a_single_tensor_is_a_copy():
             return torch.stack([x], 1), torch.cat([x])
 
     g = trace(Joined(), torch.zeros(3, 5), dims=[("B", None)])
-    assert all(op.kind.name != "foreign" for op in g.ops)
+    assert all(op.kind.name != "custom_call" for op in g.ops)
     assert cg.bytes_moved(g) == 2 * 2 * 4 * 5 * cg.dims("B")
     assert [t.shape[1:] for t in g.outputs] == [(1, 5), (5,)]
 
@@ -259,7 +261,7 @@ REDUCING = {
 }
 
 
-#: Lookups and former foreign calls, and FLOPs for 7-element rows; indices are constants.
+#: Lookups and former custom calls, and FLOPs for 7-element rows; indices are constants.
 LOOKING = {
     "largest of an axis": (lambda x: x.max(-1)[0], 7),
     "largest of a middle axis": (lambda x: x.max(1, keepdim=True)[0] * x, 2 * 7),
@@ -290,7 +292,7 @@ def test_reductions_scans_and_lookups_are_translated(name):
     """Values equal a real run's where ops are translated, including gradients."""
     (function, each), x = (REDUCING | LOOKING)[name], torch.randn(3, 5, 7, dtype=torch.float64)
     g = trace(Reduces(function), x, dims=[("B", "S", None)])
-    assert all(op.kind.name != "foreign" for op in g.ops)
+    assert all(op.kind.name != "custom_call" for op in g.ops)
     B, S = cg.dims("B S")
     assert cg.flops(g) == B * S * (7 + each)  # plus the product with the scale
     module = Summed(function)
@@ -355,7 +357,7 @@ def test_failed_translation_falls_back_to_the_rule(monkeypatch):
     monkeypatch.setitem(TRANSLATIONS, "tril", failing)
     monkeypatch.setitem(RULES, "tril", lambda call: Counts(pointwise=call.out.numel))
     g = trace(Function(torch.tril), x)
-    assert [op.kind.name for op in g.ops] == ["foreign"]
+    assert [op.kind.name for op in g.ops] == ["custom_call"]
     assert cg.flops(g) == 3 * 5
 
 

@@ -146,7 +146,7 @@ def test_declared_gradient_kernels_equal_autograd(name):
     if before is None:
         inputs[0].requires_grad_()
     g = trace(net, *inputs, train=True)
-    assert not [op for op in g.walk() if op.kind.name == "foreign"]
+    assert not [op for op in g.walk() if op.kind.name == "custom_call"]
     declared = Declared().run(g)
     with declared:
         declared.outputs.extend(declared.gradients.values())

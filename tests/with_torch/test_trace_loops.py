@@ -301,7 +301,7 @@ def test_loop_trace_matches_runs_at_other_sizes(make, layout):
     torch.manual_seed(1)
     module = make().eval()
     g = traced(make, module, layout=layout)
-    assert not any(op.kind.name == "foreign" for op in g.walk())
+    assert not any(op.kind.name == "custom_call" for op in g.walk())
     assert [op.loop.count.names() for op in g.ops if op.loop is not None]
     for S in (8, 20):
         x, bound_sizes = layout(torch.randn(shaped(make, S))), sizes(make, S)

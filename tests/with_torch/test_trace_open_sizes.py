@@ -187,13 +187,13 @@ def test_pooling_along_an_open_axis_matches_a_run():
 
 def test_slices_of_divided_sizes_are_declared():
     kinds = {type(op.kind).__name__ for op in trace(Half(), torch.rand(3, 11, 7), dims=[("B", "S", None)]).ops}
-    assert "Foreign" not in kinds
+    assert "CustomCall" not in kinds
 
 
 def test_exact_floor_divisions_become_quotients():
     """Both sizes must be divisible by four, though only the product of quotients is queried."""
     graph = trace(Windows(), torch.rand(3, 12, 16, 6), dims=[("B", "H", "W", None)])
-    assert "Foreign" not in {type(op.kind).__name__ for op in graph.walk()}
+    assert "CustomCall" not in {type(op.kind).__name__ for op in graph.walk()}
     b, h, w = cg.dims("B H W")
     assert cg.matmul_flops(graph) == 2 * b * h * w * 6 * 18 + 2 * (b * h * w / 16) * 2 * 2 * 16 * 16 * 3
     for sizes, size in ({"H": 18, "W": 16}, "H=18"), ({"H": 12, "W": 18}, "W=18"):
@@ -213,7 +213,7 @@ def test_slices_that_become_empty_are_refused(part):
 
     module = Part()
     graph = trace(module, torch.rand(3, 17, 7), dims=[("B", "S", None)], train=True, optimizer=adamw)
-    assert "Foreign" not in {type(op.kind).__name__ for op in graph.walk() if op.phase != "optimizer"}
+    assert "CustomCall" not in {type(op.kind).__name__ for op in graph.walk() if op.phase != "optimizer"}
     assert differences(graph, module, [torch.rand(5, 9, 7)], adamw(module.parameters()), B=5, S=9) == (0, 0)
     with pytest.raises(cg.BindingError, match="S=3"):
         cg.flops(graph, B=5, S=3)

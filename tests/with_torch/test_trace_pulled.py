@@ -300,7 +300,7 @@ def test_derived_gradients_of_a_trace_equal_autograd(name):
     torch.manual_seed(3)
     net, x = Net(before, functions), torch.randn(sizes)
     g = trace(net, x)
-    assert not [op.name for op in g.walk() if op.kind.name == "foreign"]
+    assert not [op.name for op in g.walk() if op.kind.name == "custom_call"]
     derived = pulled(g, net, x)
     net.zero_grad()
     seen = trace(net, x, train=True)
@@ -334,7 +334,7 @@ def test_tensors_written_in_slices_are_read_whole(tmp_path):
     torch.manual_seed(3)
     net, x = Parts(), torch.randn(5, 4, 6)
     g = trace(net, x)
-    assert not [op.name for op in g.walk() if op.kind.name == "foreign"]
+    assert not [op.name for op in g.walk() if op.kind.name == "custom_call"]
     cg.save(g, tmp_path / "parts.json")
     assert cg.peak_memory(cg.load(tmp_path / "parts.json")) == cg.peak_memory(g)
     derived = pulled(g, net, x)
@@ -410,7 +410,7 @@ def test_in_place_gates_match_a_traced_step(kind):
     net.zero_grad()
     assert cg.flops(derived) == cg.flops(trace(net, x, train=True))
     named = trace(net, x, dims=[("B", None)])
-    assert not [op.name for op in named.walk() if op.kind.name == "foreign"]
+    assert not [op.name for op in named.walk() if op.kind.name == "custom_call"]
     assert cg.flops(cg.backward(named), B=3) == cg.flops(derived)
 
 
@@ -566,4 +566,4 @@ class Coded(nn.Module):
 def test_losses_of_always_equal_sizes_are_declared():
     net, x = Coded(), torch.randn(2, 3, 8, 12)
     g = trace(net, x, dims=[("B", None, "H", "W")])
-    assert not [op.name for op in g.walk() if op.kind.name == "foreign"]
+    assert not [op.name for op in g.walk() if op.kind.name == "custom_call"]

@@ -257,8 +257,8 @@ def _compared(row: Row, what: str, model: nn.Module, inputs: Inputs, sizes: Size
         run()  # the optimizer's state exists afterwards
     flops = counter.get_total_flops() - cg.matmul_flops(graph, count="full", **bound)
     row.found[what] = real_peak(run, *held_by(module, given, optimizer)) - cg.peak_memory(graph, **bound), flops
-    kinds = [op.kind.name for op in graph.ops if op.kind.name != "keep"]
-    row.calls, row.stated = row.calls + len(kinds), row.stated + kinds.count("foreign")
+    kinds = [op.kind.name for op in graph.ops if op.kind.name != "keep_alive"]
+    row.calls, row.stated = row.calls + len(kinds), row.stated + kinds.count("custom_call")
     called = {re.sub(r"_\d+\Z", "", op.name.rpartition("/")[2]) for op in graph.ops}
     row.kernels = sorted({*row.kernels, *called} & WORKSPACE)
     return True

@@ -343,8 +343,8 @@ class Indices:
         """Return the index tensors with their exclusive upper bounds."""
         assert isinstance(op.kind, Indexed)
         sizes = op.operands[0].sizes[op.kind.batch :]
-        if op.kind.part and self._mesh is not None:  # indices address rows on all ranks
-            sizes = (sizes[0] * self._mesh[op.kind.part], *sizes[1:])
+        if op.kind.mesh_axis and self._mesh is not None:  # indices address rows on all ranks
+            sizes = (sizes[0] * self._mesh[op.kind.mesh_axis], *sizes[1:])
         return [(t, self._numbers(n)) for t, n in zip(op.kind.places(op.operands), sizes, strict=False)]
 
     def _follow(self, graph: Graph) -> None:
@@ -397,7 +397,7 @@ class Indices:
                 rows = self._numbers(kind.rows)
                 below = (rows + 1, rows, rows, self._numbers(op.results[0].sizes[0]))[i]
             case Arange() as kind:
-                below = self._numbers(kind.start + 1 if kind.back else kind.size + kind.start)
+                below = self._numbers(kind.start + 1 if kind.reverse else kind.size + kind.start)
             case Reduce() as kind if kind.operation.startswith("arg"):
                 axes = zip(kind.pattern.operands[0], op.operands[0].sizes, strict=True)
                 kept_axes = kind.pattern.result_names
@@ -464,8 +464,8 @@ def groups_of(graph: Graph, mesh: object, numbers: ConcreteSizes) -> Groups:
 def _degrees(graph: Graph, numbers: ConcreteSizes) -> Iterator[tuple[str, int | None]]:
     """Yield the axes along which ranks communicate, with their degrees."""
     for op in graph.walk():
-        if isinstance(op.kind, Indexed | Append) and op.kind.part:
-            yield op.kind.part, None if graph.sharding is None else numbers(graph.sharding.mesh[op.kind.part])
+        if isinstance(op.kind, Indexed | Append) and op.kind.mesh_axis:
+            yield op.kind.mesh_axis, None if graph.sharding is None else numbers(graph.sharding.mesh[op.kind.mesh_axis])
     for op in graph.walk():
         if isinstance(op.kind, Meshed | Merge) and op.kind.axis:
             yield op.kind.axis, numbers(op.kind.ranks)

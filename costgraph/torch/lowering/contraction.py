@@ -13,7 +13,7 @@ import torch
 from ...ir.graph import Op, OpKind
 from ...notation.pattern import Affine, Axes, Pattern
 from ...ops.einsum import Einsum
-from ...ops.pooling import Pool, PoolingBase, Unpool
+from ...ops.pooling import Pool, PoolBackward, PoolingBase
 from .context import LoweringContext, lowering, strided
 from .elementwise import item, mask_of, masked_operand
 
@@ -154,7 +154,7 @@ def _pool(site: LoweringContext[Pool]) -> None:
             site.settle(site.call(item, maxima, i), i)
     else:
         like = torch.empty(sizes, dtype=site.shadow(x).dtype, device="meta")
-        site.settle(site.call(mean_pool, x, window, stride, padding, site.kind.inside, like=like))
+        site.settle(site.call(mean_pool, x, window, stride, padding, site.kind.exclude_padding, like=like))
 
 
 def _pooled(site: LoweringContext[OpKind], sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,27 +191,29 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype.itemsize == 1 or not x.is_floating_point() else x
 
 
-@lowering(Unpool)
-def _unpool(site: LoweringContext[Unpool]) -> None:
+@lowering(PoolBackward)
+def _pool_backward(site: LoweringContext[PoolBackward]) -> None:
     window, stride, padding, other = _window_parameters(site)
     x = _flat(site, site.operands[1], other)
     nodes = [_flat(site, v, other) for v in (site.operands[0], *site.operands[2:])]
     shadow = site.shadow(x)
     like = torch.empty(shadow.shape, dtype=shadow.dtype, device="meta")
     if site.kind.operation == "max":
-        site.settle(site.call(max_unpool, *nodes, x, like=like))
+        site.settle(site.call(max_pool_backward, *nodes, x, like=like))
     else:
-        site.settle(site.call(mean_unpool, *nodes, x, window, stride, padding, site.kind.inside, like=like))
+        site.settle(
+            site.call(mean_pool_backward, *nodes, x, window, stride, padding, site.kind.exclude_padding, like=like)
+        )
 
 
-def max_unpool(grad: torch.Tensor, indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def max_pool_backward(grad: torch.Tensor, indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Add each window's gradient at its maximum."""
     scattered = grad.new_zeros(x.shape)
     scattered.flatten(2).scatter_add_(2, indices.flatten(2), grad.flatten(2))
     return scattered
 
 
-def mean_unpool(
+def mean_pool_backward(
     grad: torch.Tensor,
     x: torch.Tensor,
     window: Sequence[int],

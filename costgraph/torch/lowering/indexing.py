@@ -24,7 +24,7 @@ def _ids(site: LoweringContext[Gather | Scatter], rows: int, axis: int = 0) -> A
 
     For a sharded table they are relative to the rank's first row; other ranks' rows are out of range.
     """
-    ids, group = site.operands[1 + axis], site.shared.groups.get(site.kind.part)
+    ids, group = site.operands[1 + axis], site.shared.groups.get(site.kind.mesh_axis)
     if not site.shared.indices.valid(site.op):
         ids = site.call(torch.remainder, ids, rows * (1 if group is None else group.ranks))
     return ids if group is None else site.call(torch.sub, ids, rows * group.rank)
@@ -44,7 +44,7 @@ def zero_remote_rows(looked_up: torch.Tensor, ids: torch.Tensor, rows: int) -> t
 def scatter_local(
     target: torch.Tensor, ids: torch.Tensor, updates: torch.Tensor, batch: int, mode: str, skipped: int | None = None
 ) -> torch.Tensor:
-    """Write updates to this rank's rows in place, except for the row `passed`."""
+    """Write updates to this rank's rows in place, except for the row `padding_idx`."""
     rows, ids = target.shape[batch], ids.long()
     local = _local_mask(ids, rows, ids.shape)
     local = local if skipped is None else local & (ids != skipped)
@@ -62,7 +62,7 @@ def scatter_local(
 def add_except(
     target: torch.Tensor, batch: int, positions: torch.Tensor, updates: torch.Tensor, skipped: int
 ) -> torch.Tensor:
-    """Add rows in place, except for the row `passed`."""
+    """Add rows in place, except for the row `padding_idx`."""
     row = target.select(batch, skipped)
     original = row.clone()
     (target.scatter_add_ if batch else target.index_add_)(batch, positions, updates)
@@ -88,7 +88,7 @@ def _gather(site: LoweringContext[Gather]) -> None:
         site.own(torch.ops.aten.index, site.operands[0], _indices_per_axis(site, sizes))
         return
     ids, rows = _ids(site, sizes[batch]), sizes[batch]
-    if site.kind.part not in site.shared.groups:
+    if site.kind.mesh_axis not in site.shared.groups:
         _look_up(site, ids)
         return
     _look_up(site, site.call(torch.clamp, ids, 0, rows - 1))
@@ -144,10 +144,10 @@ def _scatter(site: LoweringContext[Scatter]) -> None:
     if len(site.operands) > 3:
         site.alias(site.call(torch.ops.aten.index_put_, target, _indices_per_axis(site, sizes), updates, mode == "add"))
         return
-    if site.kind.part in site.shared.groups:
+    if site.kind.mesh_axis in site.shared.groups:
         like = site.shadow(target)
-        group = site.shared.groups[site.kind.part]
-        skipped = None if site.kind.passed is None else site.kind.passed - sizes[batch] * group.rank
+        group = site.shared.groups[site.kind.mesh_axis]
+        skipped = None if site.kind.padding_idx is None else site.kind.padding_idx - sizes[batch] * group.rank
         site.alias(site.call(scatter_local, target, _ids(site, sizes[batch]), updates, batch, mode, skipped, like=like))
         return
     by_row = not batch and mode in _ROWS
@@ -155,8 +155,8 @@ def _scatter(site: LoweringContext[Scatter]) -> None:
     shape = (*sizes[:batch], count, *sizes[batch + 1 :])
     if not by_row:
         positions = site.call(torch.Tensor.expand, positions, shape)
-    if site.kind.passed is not None:
-        arguments = target, batch, positions, site.shaped(updates, shape), site.kind.passed
+    if site.kind.padding_idx is not None:
+        arguments = target, batch, positions, site.shaped(updates, shape), site.kind.padding_idx
         site.alias(site.call(add_except, *arguments, like=site.shadow(target)))
         return
     function, reduction = (_ROWS if by_row else _ALONG)[mode], ("amax",) if mode == "max" else ()
@@ -290,7 +290,7 @@ def _promoted_dtype(site: LoweringContext[OpKind]) -> torch.dtype:
 
 
 @lowering(GroupedMatmul)
-def _grouped(site: LoweringContext[GroupedMatmul]) -> None:
+def _grouped_matmul(site: LoweringContext[GroupedMatmul]) -> None:
     _lower_grouped(site, grouped)
 
 

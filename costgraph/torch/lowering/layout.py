@@ -87,7 +87,7 @@ def _initial_state(site: LoweringContext[InitialState]) -> None:
 
 @lowering(Arange)
 def _arange(site: LoweringContext[Arange]) -> None:
-    start, step = site.of(site.kind.start), -1 if site.kind.back else 1
+    start, step = site.of(site.kind.start), -1 if site.kind.reverse else 1
     dtype = site.dtype(site.op.results[0])
     site.own(torch.arange, start, start + step * site.of(site.kind.size), step, dtype=dtype, device=site.emitter.device)
 
@@ -142,7 +142,7 @@ aten = torch.ops.aten
 
 @lowering(ViewAs)
 def _view_as(site: LoweringContext[ViewAs]) -> None:
-    site.alias(site.call(_VIEWS[site.kind.what], site.operands[0]))
+    site.alias(site.call(_VIEWS[site.kind.view], site.operands[0]))
 
 
 @lowering(Fourier)

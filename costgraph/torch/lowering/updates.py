@@ -44,7 +44,7 @@ def _stop(site: LoweringContext[StopGradient]) -> None:
 
 
 @lowering(KeepAlive)
-def _keep(site: LoweringContext[KeepAlive]) -> None:
+def _keep_alive(site: LoweringContext[KeepAlive]) -> None:
     site.alias(site.call(keep_alive, *site.operands, like=site.shadow(site.operands[0])))
 
 
@@ -63,7 +63,7 @@ def appended(cache: torch.Tensor, values: torch.Tensor, axis: int, later: int = 
 
 @lowering(Append)
 def _append(site: LoweringContext[Append]) -> None:
-    group = site.shared.groups.get(site.kind.part)
+    group = site.shared.groups.get(site.kind.mesh_axis)
     later = 0 if group is None else group.ranks - 1 - group.rank
     site.alias(site.call(appended, *site.operands, site.kind.axis, later))
 

@@ -19,7 +19,7 @@ from ...ops.access_footprint import larger
 from ...ops.fill import SliceUpdate
 from ...ops.keep_alive import KeepAlive, StopGradient
 from ...ops.layout import Concat, reshape
-from ...ops.opaque import Foreign, Output
+from ...ops.opaque import CustomCall, Output
 from ...transforms.reroll import Join, LoopTrace
 from .call import Call, Counts, Spec
 from .recorder import Barrier, Event, FormatAssertion, Handle, JoinedTensor, LoopIteration, RecordedOp, Release, Source
@@ -248,7 +248,7 @@ class Builder:
             base = self.first[handle.storage]
             arguments = ({"operand": 0}, handle.sizes, handle.strides, handle.offset)
             call = RecordedOp("as_strided.default", (), [], Counts(), False, arguments, {}, "", self.phase, None, None)
-            (view,) = self._foreign(call, [base], [(handle, 0, 0, None)])[1]
+            (view,) = self._custom_call(call, [base], [(handle, 0, 0, None)])[1]
         return view
 
     def _barrier(self, handle: Handle, barrier: Barrier) -> Tensor:
@@ -259,7 +259,7 @@ class Builder:
         from_source = any(t.dtype.kind in ("float", "complex") for t in sources)
         if not from_source if barrier.alone else from_source or barrier.leaf:
             with opened(graph=self.graph, levels=(), phase=self.phase):
-                kind = KeepAlive(pulled_by=barrier.by, leaf=barrier.leaf) if barrier.by else StopGradient()
+                kind = KeepAlive(custom_grad=barrier.by, leaf=barrier.leaf) if barrier.by else StopGradient()
                 (tensor,) = apply(kind, [tensor], "leaf" if barrier.leaf else barrier.by or "detach")
         self.tensors[handle.storage][handle] = tensor
         return tensor
@@ -275,8 +275,8 @@ class Builder:
         with opened(graph=self.graph, levels=(), phase=self.phase):
             update = write.part if write.part.sizes == part.sizes else reshape(write.part, part.sizes)
             axes, starts, steps = zip(*part.axis_slices, strict=True) if part.axis_slices else ((), (), ())
-            kind = SliceUpdate(axes=axes, starts=starts, steps=steps, unseen=write.unseen)
-            (updated,) = apply(kind, [base, update], "revised")
+            kind = SliceUpdate(axes=axes, starts=starts, steps=steps, untracked=write.unseen)
+            (updated,) = apply(kind, [base, update], "slice_update")
         self.tensors[handle.storage][handle] = self.first[handle.storage] = updated
         return updated
 
@@ -314,7 +314,7 @@ class Builder:
         if event.fixed is not None and (separate or event.fixed):
             self._extend_lifetimes()
             with opened(levels=tuple(event.scope.split("/")) if event.scope else (), phase=event.phase):
-                (t,) = self.graph.add_op(KeepAlive(asked=t.dtype, fixed=event.fixed), [t], "to").results
+                (t,) = self.graph.add_op(KeepAlive(requested_dtype=t.dtype, fixed=event.fixed), [t], "to").results
         self.tensors[result.storage][result] = t
         if separate or event.fixed:
             self.first[result.storage] = t
@@ -329,7 +329,7 @@ class Builder:
         template = self._template(call, operands)
         with opened(levels=tuple(call.scope.split("/")) if call.scope else (), phase=call.phase):
             if template is None:
-                self._foreign(call, operands, call.outputs)
+                self._custom_call(call, operands, call.outputs)
                 return range(len(operands))
             ops, results = template.add(self.graph, operands, call.name)
         for inner in ops if call.no_grad else ():
@@ -386,10 +386,10 @@ class Builder:
         self._last_read |= {h.storage: self._clock for h in (*event.parts, event.result)}
         self._register([(replace(event.result, barrier=None), None, 0, None)], [result])
 
-    def _foreign(
+    def _custom_call(
         self, call: RecordedOp, operands: list[Tensor], outputs: list[tuple[Handle, int | None, int, Poly | None]]
     ) -> tuple[Op, tuple[Tensor, ...]]:
-        """Add a `foreign` op, with stated shapes, layouts and costs."""
+        """Add a `custom_call` op, with stated shapes, layouts and costs."""
         counts, reads, writes = call.counts, None, None
         if call.call is not None:
             try:
@@ -399,7 +399,7 @@ class Builder:
             reads, writes = _bytes_of_graph_tensors(call.call, counts, call.operands, [h for h, *_ in outputs])
         assert counts is not None
         no_bytes = (ZERO,) * len(operands) if not call.moves else None
-        kind = Foreign(
+        kind = CustomCall(
             outputs=tuple(_output_of(*row) for row in outputs),
             matmul=counts.matmul,
             full=counts.full,
@@ -459,7 +459,7 @@ class Builder:
         if self._to_extend:
             storages, self._to_extend = self._to_extend, []
             self.graph.add_op(
-                KeepAlive(), [self.first[self._shared_storages.get(n, n)] for n in storages], "keep", self.phase
+                KeepAlive(), [self.first[self._shared_storages.get(n, n)] for n in storages], "keep_alive", self.phase
             )
 
 

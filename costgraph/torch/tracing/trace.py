@@ -345,8 +345,8 @@ def trace(
     Returns
     -------
     Graph
-        Graph with declared op kinds, and `foreign` ops with stated costs where no kind describes a call. Module paths
-        are scopes. `costgraph.torch.lower` turns the graph back into calls.
+        Graph with declared op kinds, and `custom_call` ops with stated costs where no kind describes a call. Module
+        paths are scopes. `costgraph.torch.lower` turns the graph back into calls.
 
     Raises
     ------

@@ -181,7 +181,7 @@ class GradBuffers(PlacedTensors):
         source, local = self.buffer(t), self.tensors[t]
         for kind, dim in reversed(self.reduce_scatters.get(source, ()) if source is not None else ()):
             unshard = Unshard(ranks=kind.ranks, axis=kind.axis, dim=local.ndim + dim)
-            full = self.step(unshard, local, "around", new, phase)
+            full = self.step(unshard, local, "unshard", new, phase)
             self.placements[full] = self.placements[local].without(self.mesh.parts(kind.axis), self.mesh)
             local = full
         self.tensors[t] = local

@@ -71,7 +71,7 @@ class PeeledLastMicroBatch(Rewriter):
         stacks = {t: add_op(new, Empty(sizes=t.sizes, dtype=t.dtype), [], t.name, op.phase) for t in loop.stacks}
         minimum = 0 if count.constant is None else 1
         body = self.body(loop.body, new, "")
-        kind = replace(loop.kind, body=body, count=count, least=minimum)
+        kind = replace(loop.kind, body=body, count=count, min_count=minimum)
         loop_op = self.add(op, kind, [self.tensors[t] for t in op.operands], new)
         self.tensors |= full
         self.loop_tensors |= self.tensors

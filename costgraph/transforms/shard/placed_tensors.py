@@ -86,7 +86,7 @@ def _merged(before: Placement, first: Step, second: Step, mesh: Mesh) -> Step | 
     if joint is None or type(a) is not type(b) or replace(b, **same) != a:
         return None
     gathered = source if source is not None else a.dim if name == "all_gather" else None
-    split = a.dim if name in ("part", "reduce_scatter", "all_to_all") else None
+    split = a.dim if name in ("local_shard", "reduce_scatter", "all_to_all") else None
     if not all(_is_nested(p.dims[i], axes) for p, i in ((before, gathered), (after, split)) if i is not None):
         return None
     return replace(a, axis=joint, ranks=mesh[joint]), after, name
@@ -139,7 +139,7 @@ def _per_axis(have: Placement, want: Placement, mesh: Mesh, query: int | None) -
             yield (
                 LocalShard(ranks=mesh[axis], axis=axis, dim=target_dim, blocks=blocks(current.dims[target_dim], axis)),
                 current,
-                "part",
+                "local_shard",
             )
 
 
@@ -550,7 +550,7 @@ class PlacedTensors(Rewriter):
         path, param = list(steps(have, want, self.mesh, None if t.domain is None else t.domain[1])), t in self.params
         moved = (
             self.expand_again(t, want, new, phase)
-            if expanded_axes(t) and {name for *_, name in path} != {"part"}
+            if expanded_axes(t) and {name for *_, name in path} != {"local_shard"}
             else None
         )
         if moved is not None:

@@ -15,8 +15,8 @@ from ...ops.collectives import (
 from ...ops.grouped import Dispatch
 from ...ops.keep_alive import StopGradient
 from ...ops.kv_cache import Append
-from ...ops.opaque import Foreign
-from ...ops.pooling import Unpool
+from ...ops.opaque import CustomCall
+from ...ops.pooling import PoolBackward
 from ...ops.updates import FusedUpdate, Unscale
 from . import rules
 
@@ -25,8 +25,8 @@ __all__ = ["NOT_DIFFERENTIABLE", "rules"]
 #: Op kinds without a body and without a rule, with the reason.
 NOT_DIFFERENTIABLE: Mapping[type[OpKind], str] = MappingProxyType(
     {
-        Unpool: "a gradient already: second derivatives of pooling are not supported",
-        Foreign: "a recorded call: torch runs its backward pass, which a trace can record as well",
+        PoolBackward: "a gradient already: second derivatives of pooling are not supported",
+        CustomCall: "a recorded call: torch runs its backward pass, which a trace can record as well",
         FusedUpdate: "part of an optimizer step",
         Pack: "part of a per-rank graph: a graph is differentiated before it is sharded",
         Receive: "part of a pipeline stage: a graph is differentiated before it is split",

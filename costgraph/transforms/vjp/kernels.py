@@ -20,7 +20,7 @@ from ...ops.fill import fill
 from ...ops.fourier import real_part, view_as
 from ...ops.functions import POWERS
 from ...ops.index import Gather, reverse, scatter
-from ...ops.keep_alive import keep
+from ...ops.keep_alive import keep_alive
 from ...ops.layout import Expand, Rearrange, broadcast, index, permute, reshape
 from ...ops.loops import Kernel, fused, kernel
 from ...ops.reduce import Reduce, reduce
@@ -153,7 +153,7 @@ def _power(x: Tensor, exponent: float, *, inplace: bool = False) -> Tensor:
 
 def _keep_until_return(result: Tensor, *temporaries: Tensor) -> Tensor:
     """Keep the local variables of torch's function alive until it returns."""
-    return result if current_graph().fused else keep(result, *temporaries)
+    return result if current_graph().fused else keep_alive(result, *temporaries)
 
 
 def _count_true(mask: Tensor, row_sizes: Sequence[Poly], extra_bytes: Poly = ZERO) -> Tensor:
@@ -328,7 +328,7 @@ def cumulative_product(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     shares, zeros = y * g, pointwise("eq", x, 0)
     names = " ".join(f"n{i}" for i in range(x.ndim))
     any_zero = reduce(zeros, f"{names} -> ", "any")
-    return (keep(_reverse_cumulative_sum(shares, pull.op) / x, shares, zeros, any_zero),)
+    return (keep_alive(_reverse_cumulative_sum(shares, pull.op) / x, shares, zeros, any_zero),)
 
 
 def _reverse_cumulative_sum(x: Tensor, op: Op) -> Tensor:
@@ -338,7 +338,7 @@ def _reverse_cumulative_sum(x: Tensor, op: Op) -> Tensor:
     axis = next(moves, 0)  # moved to the front unless it is the first
     flipped = one_kernel("flip", reverse, x, backward="flip", axes=[axis])
     running_sum = running(flipped, axis, "add", 0, "cumulative_sum", backward="cumulative_sum")
-    return keep(one_kernel("flip", reverse, running_sum, backward="flip", axes=[axis]), flipped)
+    return keep_alive(one_kernel("flip", reverse, running_sum, backward="flip", axes=[axis]), flipped)
 
 
 def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> KernelBackward:

@@ -21,7 +21,7 @@ from ...ops.fourier import Fourier, ViewAs, joined, real_part, view_as
 from ...ops.functions import FUNCTIONS, names_in
 from ...ops.grouped import GroupedMatmul, GroupedOuter, TopK, grouped_outer
 from ...ops.index import Arange, Gather, Scatter, Sort, gather, scatter
-from ...ops.keep_alive import KeepAlive, keep
+from ...ops.keep_alive import KeepAlive, keep_alive
 from ...ops.kv_cache import Cache, InitialState
 from ...ops.layout import (
     Concat,
@@ -37,7 +37,7 @@ from ...ops.layout import (
 )
 from ...ops.loops import Empty, kernel
 from ...ops.opaque import Opaque, Transfer, transfer
-from ...ops.pooling import Pool, Unpool
+from ...ops.pooling import Pool, PoolBackward
 from ...ops.reduce import Reduce, reduce
 from ...ops.updates import ZeroGrad
 from .table import VJPContext, also_saved, expanded, order_of_parameter, restricted, sum_to, summed, vjp
@@ -215,8 +215,10 @@ def _pool(pull: VJPContext[Pool]) -> Sequence[Tensor | None]:
                 f"'indices'"
             )
         operands.append(pull.saved(op.results[1]))
-    back = Unpool(pattern=kind.pattern, extents=kind.extents, operation=kind.operation, inside=kind.inside)
-    return apply(back, operands, "unpool")
+    back = PoolBackward(
+        pattern=kind.pattern, extents=kind.extents, operation=kind.operation, exclude_padding=kind.exclude_padding
+    )
+    return apply(back, operands, "pool_backward")
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
@@ -298,10 +300,10 @@ def _concat_part(g: Tensor, t: Tensor, kind: Concat) -> Tensor:
 
 
 @vjp(KeepAlive)
-def _keep(pull: VJPContext[KeepAlive]) -> Sequence[Tensor | None]:
+def _keep_alive(pull: VJPContext[KeepAlive]) -> Sequence[Tensor | None]:
     """Pass the gradient to the first operand; the others are only kept alive."""
-    if pull.kind.pulled_by:
-        by, graph = pull.kind.pulled_by, pull.op.graph.root
+    if pull.kind.custom_grad:
+        by, graph = pull.kind.custom_grad, pull.op.graph.root
         if pull.kind.leaf:
             raise UnsupportedError(
                 f"backward: graph {graph.name!r}: {by}, so its gradient goes to no parameter of the graph; expected "
@@ -335,11 +337,11 @@ def _zeros(pull: VJPContext[ZeroGrad]) -> Sequence[Tensor | None]:
 
 
 @vjp(SliceUpdate)
-def _revised(pull: VJPContext[SliceUpdate]) -> Sequence[Tensor | None]:
+def _slice_update(pull: VJPContext[SliceUpdate]) -> Sequence[Tensor | None]:
     """Slice the gradient for the written part; the tensor before gets the rest, with zeros in the slice."""
     (g,), (x, part), places = pull.grads, pull.op.operands, pull.kind.places
     assert g is not None
-    if pull.kind.unseen:
+    if pull.kind.untracked:
         return [g, None]
     part_grad = g
     for axis, start, step in places:
@@ -385,8 +387,8 @@ _BACK = {"real": "complex", "complex": "real", "conjugate": "conjugate"}
 def _view_as(pull: VJPContext[ViewAs]) -> Sequence[Tensor | None]:
     (g,) = pull.grads
     assert g is not None
-    g = contiguous_copy(g) if pull.kind.what == "real" else g  # real and imaginary parts must be adjacent
-    return [view_as(g, _BACK[pull.kind.what])]
+    g = contiguous_copy(g) if pull.kind.view == "real" else g  # real and imaginary parts must be adjacent
+    return [view_as(g, _BACK[pull.kind.view])]
 
 
 def _transformed(kind: Fourier, x: Tensor) -> Tensor:
@@ -419,7 +421,7 @@ def _fourier(pull: VJPContext[Fourier]) -> Sequence[Tensor | None]:
     if not mirrored:
         return [grad]
     part = pointwise("mul", slice_axis(grad, axis, 1, mirrored), 2, inplace=True)
-    return apply(SliceUpdate(axes=(axis,), starts=(ONE,), steps=(1,)), [grad, part], "revised")
+    return apply(SliceUpdate(axes=(axis,), starts=(ONE,), steps=(1,)), [grad, part], "slice_update")
 
 
 # -- indexing ----------------------------------------------------------------------------------------------------------
@@ -433,7 +435,7 @@ def _gather(pull: VJPContext[Gather]) -> Sequence[Tensor | None]:
         return [None, *(None for _ in ids)]
     if pull.kind.batch:  # `take_along`
         also_saved(pull, table)
-    kind = Scatter(mode="add", inplace=True, batch=pull.kind.batch, passed=pull.kind.passed)
+    kind = Scatter(mode="add", inplace=True, batch=pull.kind.batch, padding_idx=pull.kind.padding_idx)
     table_grad = apply(kind, [fill(table.sizes, 0, table.dtype), *map(pull.saved, ids), g], "scatter")
     return [*table_grad, *(None for _ in ids)]
 
@@ -443,8 +445,8 @@ def _scatter(pull: VJPContext[Scatter]) -> Sequence[Tensor | None]:
     """Gather the gradient of the updates; overwritten rows of the target get zero."""
     (g,), (_, *ids, updates) = pull.grads, pull.op.operands
     assert g is not None
-    if pull.kind.passed is not None:
-        raise UnsupportedError(f"backward of {pull.op.name!r}: it skips row {pull.kind.passed}, expected all rows")
+    if pull.kind.padding_idx is not None:
+        raise UnsupportedError(f"backward of {pull.op.name!r}: it skips row {pull.kind.padding_idx}, expected all rows")
     if pull.kind.mode == "max":
         return _largest(pull, g)
     if [t.ndim for t in ids] == [1] and not pull.kind.inplace:  # `index_add` and `index_copy` save it for its shape
@@ -491,7 +493,7 @@ def _top_k(pull: VJPContext[Any]) -> Sequence[Tensor | None]:
 
 
 @vjp(GroupedMatmul)
-def _grouped(pull: VJPContext[GroupedMatmul]) -> Sequence[Tensor | None]:
+def _grouped_matmul(pull: VJPContext[GroupedMatmul]) -> Sequence[Tensor | None]:
     """Multiply by the transposed expert weights, and sum outer products per expert."""
     (g,), op = pull.grads, pull.op
     assert g is not None
@@ -499,7 +501,7 @@ def _grouped(pull: VJPContext[GroupedMatmul]) -> Sequence[Tensor | None]:
     operand_grads: list[Tensor | None] = [None, None, None]
     if pull.needs[0]:
         transposed = rearrange(pull.saved(weights), "e d f -> e f d")
-        operand_grads[0] = cast(apply(pull.kind, [g, transposed, pull.saved(ends)], "grouped")[0], rows.dtype)
+        operand_grads[0] = cast(apply(pull.kind, [g, transposed, pull.saved(ends)], "grouped_matmul")[0], rows.dtype)
     if pull.needs[1]:
         is_transposed = order_of_parameter(weights) == (0, 2, 1)
         first, second = (g, pull.saved(rows)) if is_transposed else (pull.saved(rows), g)
@@ -517,9 +519,11 @@ def _grouped_outer(pull: VJPContext[GroupedOuter]) -> Sequence[Tensor | None]:
     operand_grads: list[Tensor | None] = [None, None, None]
     if pull.needs[0]:
         transposed = rearrange(g, "e d f -> e f d")
-        operand_grads[0] = cast(apply(kind, [pull.saved(b), transposed, pull.saved(ends)], "grouped")[0], a.dtype)
+        operand_grads[0] = cast(
+            apply(kind, [pull.saved(b), transposed, pull.saved(ends)], "grouped_matmul")[0], a.dtype
+        )
     if pull.needs[1]:
-        operand_grads[1] = cast(apply(kind, [pull.saved(a), g, pull.saved(ends)], "grouped")[0], b.dtype)
+        operand_grads[1] = cast(apply(kind, [pull.saved(a), g, pull.saved(ends)], "grouped_matmul")[0], b.dtype)
     return operand_grads
 
 
@@ -693,7 +697,7 @@ class _GradientEvaluator:
         read = {t.storage for t in (*values, *last.producer.operands) if isinstance(t, Tensor)}
         newest = {t.storage: t for t in self.temporaries}
         early = [t for storage, t in newest.items() if storage not in read]
-        return [*values[:-1], keep(last, *early) if early else last]
+        return [*values[:-1], keep_alive(last, *early) if early else last]
 
     def value(self, expression: Any) -> Any:
         """Evaluate an expression op by op, to a tensor or number."""

@@ -15,7 +15,7 @@ from ...notation.validation import guarded
 from ...ops.elementwise import FUNCTIONS, Pointwise, cast
 from ...ops.fourier import real_part
 from ...ops.layout import Expand, Rearrange, permute, rearrange
-from ...ops.opaque import Foreign, refusal
+from ...ops.opaque import CustomCall, refusal
 from ...ops.reduce import reduce
 from ...ops.registry import adding
 
@@ -93,7 +93,7 @@ def vjp(*kinds: type[K]) -> Callable[[Rule[K]], Rule[K]]:
 
 def rule_of(op: Op) -> Rule[Any]:
     """Return the rule for an op; raise UnsupportedError if its kind has none."""
-    if isinstance(op.kind, Foreign):
+    if isinstance(op.kind, CustomCall):
         raise refusal("backward", op, "trace with train=True")
     if type(op.kind) not in _rules:
         raise UnsupportedError(

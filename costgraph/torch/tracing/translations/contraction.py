@@ -100,8 +100,8 @@ def grouped(call: Call) -> Tensor | None:
         return grouped_outer(permute(x, (1, 0)), y, ends)
     kind = GroupedMatmul(routing="capacity", chosen=ends.sizes[0])  # routing is data: all weights are read
     if x.ndim == 2:
-        return apply(kind, [x, y, ends], "grouped")[0]
-    rows = apply(kind, [permute(y, (1, 0)), permute(x, (0, 2, 1)), ends], "grouped")[0]
+        return apply(kind, [x, y, ends], "grouped_matmul")[0]
+    rows = apply(kind, [permute(y, (1, 0)), permute(x, (0, 2, 1)), ends], "grouped_matmul")[0]
     return permute(rows, (1, 0))
 
 
@@ -151,7 +151,7 @@ def _pool_kind(call: Call, operation: str, *, excludes_padding: bool = False) ->
     stride, padding = _constants(call["stride"] or window, len(window)), _constants(call["padding"], len(window))
     if stride is None or padding is None:
         return None
-    return pooling(call["self"], operation, window, stride, padding, inside=excludes_padding)
+    return pooling(call["self"], operation, window, stride, padding, exclude_padding=excludes_padding)
 
 
 @translation("avg_pool2d", "avg_pool3d")

@@ -22,7 +22,7 @@ __all__: list[str] = []  # its translations are found in TRANSLATIONS
 @translation("embedding")
 def embedding(call: Call) -> Tensor:
     """Translate into a gather of rows."""
-    return apply(Gather(passed=_padding(call)), [call["weight"], call["indices"]], "gather")[0]
+    return apply(Gather(padding_idx=_padding(call)), [call["weight"], call["indices"]], "gather")[0]
 
 
 def _padding(call: Call) -> int | None:
@@ -37,7 +37,7 @@ def embedding_backward(call: Call) -> Tensor | None:
     if call["scale_grad_by_freq"]:
         return None
     grad: Tensor = call["grad_output"]
-    zeros, kind = fill(call.out.sizes, 0, grad.dtype), Scatter(mode="add", inplace=True, passed=_padding(call))
+    zeros, kind = fill(call.out.sizes, 0, grad.dtype), Scatter(mode="add", inplace=True, padding_idx=_padding(call))
     return apply(kind, [zeros, call["indices"], grad], "scatter")[0]
 
 
