@@ -53,6 +53,7 @@ from ..text_file import place_of, read_text, unique, write_file
 __all__ = [
     "of_version_1",
     "of_version_2",
+    "of_version_3",
     "typed",
     "RANKS",
     "ranks_data",
@@ -132,6 +133,45 @@ def of_version_2(node: Mapping[str, Any]) -> Mapping[str, Any]:
     called = {f.name for f in fields(Call)}
     call = {k: v for k, v in attrs.items() if k in called}
     return {**node, "kind": "foreign", "attrs": {k: v for k, v in attrs.items() if k not in called}, "call": call}
+
+
+#: Names up to version 3 of op kinds, and of their fields by kind; `*` stands for all kinds.
+EARLIER_NAMES = {
+    "absent": "undef",
+    "around": "unshard",
+    "foreign": "custom_call",
+    "grouped": "grouped_matmul",
+    "keep": "keep_alive",
+    "part": "local_shard",
+    "revised": "slice_update",
+    "unpool": "pool_backward",
+    "*.again": "recompute",
+    "accumulate.lent": "aliased",
+    "append.part": "mesh_axis",
+    "arange.back": "reverse",
+    "gather.part": "mesh_axis",
+    "gather.passed": "padding_idx",
+    "grouped_matmul.unpacked": "unpack_flops",
+    "keep_alive.asked": "requested_dtype",
+    "keep_alive.pulled_by": "custom_grad",
+    "pool.inside": "exclude_padding",
+    "pool_backward.inside": "exclude_padding",
+    "repeat.least": "min_count",
+    "scatter.part": "mesh_axis",
+    "scatter.passed": "padding_idx",
+    "slice_update.unseen": "untracked",
+    "view_as.what": "view",
+}
+
+
+def of_version_3(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Convert an op from version 1, 2 or 3, where some kinds and fields had other names."""
+    kind, attrs = node.get("kind"), node.get("attrs")
+    if not isinstance(kind, str) or not isinstance(attrs, Mapping):
+        return node
+    kind = EARLIER_NAMES.get(kind, kind)
+    renamed = {k: EARLIER_NAMES.get(f"{kind}.{k}") or EARLIER_NAMES.get(f"*.{k}", k) for k in attrs}
+    return {**node, "kind": kind, "attrs": {renamed[k]: v for k, v in attrs.items()}}
 
 
 # -- placements and schedules ------------------------------------------------------------------------------------------
@@ -426,6 +466,7 @@ class Reader:
     def op(self, graph: Graph, node: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
         """Add an op; its results are inferred, then renamed as in the file."""
         node = node if self.version > 2 else dict(of_version_2(node))
+        node = node if self.version > 3 else dict(of_version_3(node))
         kind = KINDS.get(self.need(node, "kind", str, where))
         if kind is None:
             raise self.error(f"{where}: op kind {shorten(node['kind'])}, expected one of {', '.join(KINDS)}")
@@ -584,8 +625,8 @@ def _restriction(decoded: Any, tensor: Tensor) -> tuple[Domain, int, int] | None
 
 # -- save and load -----------------------------------------------------------------------------------------------------
 
-_SCHEMAS = {"costgraph/graph/1": 1, "costgraph/graph/2": 2, "costgraph/graph/3": 3}
-_SCHEMA = "costgraph/graph/3"
+_SCHEMAS = {f"costgraph/graph/{version}": version for version in (1, 2, 3, 4)}
+_SCHEMA = "costgraph/graph/4"
 _MAX_FILE_BYTES = 64 * 2**20
 
 

@@ -62,7 +62,7 @@ def test_traced_module_is_reported_and_saved(program, tmp_path, capsys):
     assert f"{2 * 8 * 5 * 30 * 7:,} FLOP" in shown  # multiply + add per index point
     B, S = cg.dims("B S")
     assert cg.matmul_flops(cg.load(out)) == 2 * 30 * 7 * B * S
-    assert json.loads(out.read_text())["graph"]["schema"] == "costgraph/graph/3"
+    assert json.loads(out.read_text())["graph"]["schema"] == "costgraph/graph/4"
     assert main(["formula", str(out), "matmul-flops"]) == 0
     assert capsys.readouterr().out.startswith("420*B*S")
 
