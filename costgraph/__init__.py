@@ -67,16 +67,14 @@ from . import models, nn, ops
 
 if TYPE_CHECKING:
     from . import plan
-    from .analysis.checkpoint_files import compare_weights
     from .analysis.communication import communication
-    from .analysis.compare import compare
+    from .analysis.compare import compare, compare_weights
     from .analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
-    from .analysis.crossover import crossover
+    from .analysis.liveness import saved_bytes
     from .analysis.memory import lifetimes, peak_memory, timeline
     from .analysis.params import cache_bytes, param_bytes, param_count
-    from .analysis.regimes import regimes
+    from .analysis.regimes import crossover, regimes
     from .analysis.roofline import roofline
-    from .analysis.saved import saved_bytes
     from .analysis.step_time import seconds
     from .analysis.terms import in_terms_of
     from .analysis.tiling import tiling
@@ -245,20 +243,18 @@ __all__ = [
 _LATER = {
     "plan": "plan",
     "analysis.communication": "communication",
-    "analysis.compare": "compare",
+    "analysis.compare": "compare compare_weights",
     "analysis.costs": "bytes_moved costs flops intensity matmul_flops",
-    "analysis.crossover": "crossover",
+    "analysis.regimes": "crossover regimes",
     "analysis.memory": "peak_memory timeline lifetimes",
     "analysis.params": "cache_bytes param_bytes param_count",
-    "analysis.regimes": "regimes",
     "analysis.roofline": "roofline",
-    "analysis.saved": "saved_bytes",
+    "analysis.liveness": "saved_bytes",
     "analysis.step_time": "seconds",
     "analysis.terms": "in_terms_of",
     "analysis.tiling": "tiling",
     "analysis.training": "hardware_flops hfu mfu model_flops step_tokens",
     "analysis.training_memory": "activation_memory bytes_per_param saved_state_bytes state_bytes",
-    "analysis.checkpoint_files": "compare_weights",
     "bind.grid": "sweep",
     "files.checkpoints": "read_weights",
     "files.graphs": "load save",

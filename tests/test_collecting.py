@@ -3,7 +3,7 @@ import gc
 import pytest
 
 import costgraph as cg
-from costgraph.analysis.collecting import collection_paused
+from costgraph.analysis.costs import collection_paused
 
 B = cg.dims("B")
 

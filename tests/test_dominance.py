@@ -19,8 +19,7 @@ from costgraph import BindingError, PatternError, dims
 from costgraph.algebra import dominance
 from costgraph.algebra.dominance import NOTHING_KNOWN, Relations, integral, lower, prune
 from costgraph.algebra.polynomial import as_poly, generator, poly
-from costgraph.algebra.roots import enclosed
-from costgraph.algebra.solving import solve
+from costgraph.algebra.solving import enclosed, solve
 from costgraph.notation.grammar import parse_formula, parse_relation
 from costgraph.testing import value
 

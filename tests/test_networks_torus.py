@@ -12,7 +12,7 @@ from test_links import declared, sharded
 
 import costgraph as cg
 from costgraph.hardware.units import quantity
-from costgraph.plan.disaggregation import _between
+from costgraph.plan.serving import _between
 
 #: seconds and B/s of a link, both prime
 HOP, LINK = 13e-6, 7e9

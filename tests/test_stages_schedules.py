@@ -20,7 +20,7 @@ from costgraph import testing
 from costgraph.algebra.polynomial import ONE, poly
 from costgraph.analysis import step_time
 from costgraph.analysis.collective_time import exchange
-from costgraph.analysis.saved import behind, saved_for_weights
+from costgraph.analysis.liveness import behind, saved_for_weights
 from costgraph.analysis.work import ask as on_device
 from costgraph.ir.graph import known_names
 from costgraph.ops.collectives import (

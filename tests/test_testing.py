@@ -28,7 +28,7 @@ A, B, D, L = cg.dims("A B D L")
 @pytest.fixture
 def twice(monkeypatch):
     """Register a user-defined op kind for the test; failures are shrunk with few attempts."""
-    monkeypatch.setattr(import_module("costgraph.testing.op_checks"), "TRIES", 8)
+    monkeypatch.setattr(import_module("costgraph.testing.properties"), "TRIES", 8)
     monkeypatch.delitem(registry._kinds, "twice", raising=False)
 
     @registry.register
@@ -281,7 +281,7 @@ def test_preset_laws_are_checked_at_other_sizes():
 
 
 def test_two_failures_are_reported_in_one_line(monkeypatch):
-    monkeypatch.setattr(import_module("costgraph.testing.op_checks"), "TRIES", 12)
+    monkeypatch.setattr(import_module("costgraph.testing.properties"), "TRIES", 12)
     calls = []
 
     def holds(case):

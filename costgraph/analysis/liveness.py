@@ -1,9 +1,4 @@
-"""Live ranges: when each storage is allocated and freed, and the bytes that are live at each step.
-
-Program order is the schedule. A storage lives from the op that produces it to the last op that reads it or a view of
-it. Inputs, parameters, buffers and caches live throughout, outputs until the end. Loops are unrolled for the few
-iterations that can differ; the others share one entry.
-"""
+"""Live ranges: when each storage is allocated and freed, saved tensors, and the bytes that are live at each step."""
 
 from __future__ import annotations
 
@@ -18,21 +13,42 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from ..algebra.conditions import Condition, Conditions, LoopCounts, Validity
 from ..algebra.dominance import prune, reached_by
-from ..algebra.extremum import Owner, extremum
+from ..algebra.extremum import Owner, extremum, smaller
 from ..algebra.polynomial import ONE, ZERO, Monomial, Poly, Rational, as_poly, poly, total
 from ..algebra.symbols import symbol
-from ..ir.graph import FORWARD, Bindings, Graph, InFlightMicroBatches, Loop, Op, Storage, Tensor, is_pass, loops
+from ..bind.evaluate import Formula, bound_answer
+from ..errors import GraphError
+from ..ir.graph import (
+    FORWARD,
+    Bindings,
+    Graph,
+    Held,
+    InFlightMicroBatches,
+    Loop,
+    Op,
+    Storage,
+    Tensor,
+    bindings,
+    is_pass,
+    loops,
+    need_graph,
+)
 from ..ir.strides import numel
-from ..ops.keep_alive import KeepAlive
+from ..ops.collectives import Receive, Send
+from ..ops.layout import KeepAlive
 from ..ops.loops import Env, LoopExecutor, PlayedIteration
-from .collecting import collection_paused
+from .costs import collection_paused
 from .params import cached
-from .pipeline_buffers import PipelineBuffers
-from .saved import deferred_grad_bytes, saved_by_pass, saved_for_weights
 
 __all__ = [
+    "PipelineBuffers",
+    "behind",
+    "deferred_grad_bytes",
+    "saved_by_pass",
+    "saved_bytes",
+    "saved_for_weights",
     "LoopStorages",
-    "Held",
+    "HeldStorage",
     "LiveRange",
     "UnplayedIterations",
     "piece",
@@ -49,6 +65,240 @@ __all__ = [
     "live_bytes",
     "live_cases",
 ]
+
+
+# -- buffers of a pipeline stage ---------------------------------------------------------------------------------------
+
+
+class _Direction(NamedTuple):
+    """Bytes sent or received in one direction: equal per group of layers, except for a group at an end of the model."""
+
+    each: Poly
+    """bytes per group and micro-batch"""
+    lacking: Poly
+    """bytes missing for the rank's group at the end of the model: `each`, or zero"""
+
+    def of(self, groups: Poly, without: Poly) -> Poly:
+        """Return the bytes for `groups` layer groups, including `without` groups at an end of the model."""
+        return self.each * groups - self.lacking * without
+
+
+class PipelineBuffers:
+    """Communication buffer bytes in torch's pipeline stages, derived from the send and receive ops in one pass.
+
+    Each stage allocates receive buffers for every micro-batch, in both directions, before the first step
+    (`torch.distributed.pipelining.stage`), so received tensors saved for the backward pass take no extra memory. In a
+    folded pipeline, the rank at the turn passes tensors to itself through these buffers. The output of a stage stays
+    in `fwd_cache` until its backward pass. Sent tensors stay until the schedule waits for the send: after the next
+    pass in 1F1B, after all passes of a direction in GPipe, and at the end of the step in all other schedules.
+    """
+
+    def __init__(self, passes: Loop, waiting: InFlightMicroBatches) -> None:
+        self.waiting, self.count = waiting, passes.count
+        directions = [
+            _direction(passes.body, kind, back, waiting.groups) for kind in (Receive, Send) for back in (False, True)
+        ]
+        self.received, self.sent = directions[:2], directions[2:]
+        if waiting.groups != ONE and not any(loop.body.ops[0].kind == Send() for loop in _loops(passes.body)):
+            self.received = [direction._replace(lacking=ZERO) for direction in self.received]  # receives from itself
+        layers = [loop for loop in _loops(passes.body) if loop.op.phase == "forward"]
+        self.kept = any(f.storage in {t.storage for t in loop.saved} for loop in layers for f in loop.carries)
+
+    @property
+    def buffers(self) -> Poly:
+        """Receive buffer bytes."""
+        return self.count * total(direction.of(self.waiting.groups, ONE) for direction in self.received)
+
+    def extra_bytes(self, held: Held, *, later: bool) -> Poly:
+        """Return the bytes kept in addition to the saved tensors, minus the saved tensors that lie in receive buffers.
+
+        `held` counts the in-flight micro-batches during a pass. `later` is true for the last such peak, when all
+        forward passes are done, and all backward passes except those in flight.
+        """
+        groups, schedule = self.waiting.groups, self.waiting.schedule
+        waits, weights = held[0] + groups, held[1]
+        first, last = (n if groups == ONE else smaller(n, waits) for n in self.waiting.ends)
+        buffered = self.sent[0].of(waits + weights, last + held[5])
+        if later and schedule not in ("1f1b", "gpipe"):
+            buffered = self.sent[0].of(groups, ONE) * self.count
+        if later and schedule != "1f1b":
+            buffered = buffered + self.sent[1].of(groups, ONE) * self.count - self.sent[1].of(waits, first)
+        return buffered - self.received[0].of(waits + weights, first + held[3]) if self.kept else buffered
+
+
+def _direction(body: Graph, kind: type, back: bool, groups: Poly) -> _Direction:
+    """Return the bytes that `kind` ops transfer in one direction of a pass, between groups and at the ends."""
+    ends = _bytes(body.ops, kind, back)
+    between = [(n, loop.count) for loop in _loops(body) if (n := _bytes(loop.body.ops, kind, back))]
+    each = total(n for n, _ in between) or ends
+    return _Direction(each, each * groups - total(n * count for n, count in between) - ends)
+
+
+def _loops(body: Graph) -> list[Loop]:
+    """Return the loops in a pass."""
+    return [op.loop for op in body.ops if op.loop is not None]
+
+
+def _bytes(ops: Iterable[Op], kind: type, back: bool) -> Poly:
+    """Return the bytes that `kind` ops transfer in one direction."""
+    transfers = (op for op in ops if isinstance(op.kind, kind) and (op.phase != "forward") == back)
+    return total((op.operands or op.results)[0].storage.bytes for op in transfers)
+
+
+# -- saved tensors -----------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
+    """Return the bytes that the forward pass leaves for the backward pass.
+
+    Parameters
+    ----------
+    graph : Graph
+        A step, of `training_step` or `backward`.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    dict of str to int or sympy.Expr
+        Bytes saved per iteration by each forward loop, by loop name. Nested loops have their own entries. Tensors saved
+        outside loops are under the name "". Inputs, parameters and buffers do not count.
+
+    Raises
+    ------
+    GraphError
+        If the graph has no backward pass.
+    BindingError
+        If a size cannot be bound.
+
+    Notes
+    -----
+    A storage counts if a forward op produces it and a backward or recompute op reads it. It counts once and in full,
+    even if only a view is read. Papers call this activation memory. Recomputed tensors do not count.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F, L = cg.dims("B D F L")
+    >>> with cg.Graph("g", dtype="bf16") as g:
+    ...     layer = lambda x: x + cg.nn.mlp(x, F)
+    ...     x = cg.repeat(L, layer, cg.linear(g.input("x", (B, D)), "b d -> b e", e=D), name="layers")
+    ...     g.output(cg.reduce(x, "b d -> ", "mean"))
+    >>> cg.saved_bytes(cg.training_step(g))["layers"]
+    2*B*D + 4*B*F
+    >>> cg.saved_bytes(cg.training_step(g, checkpoint=cg.every_block()))["layers"]
+    2*B*D
+    """
+    need_graph("saved_bytes", graph)
+    if all(op.phase == "forward" for op in graph.walk()):
+        raise GraphError(
+            f"saved_bytes: graph {graph.name!r} has no backward pass; expected the result of training_step"
+        )
+    values = bindings(graph, dims)
+    by_scope: dict[str, list[Storage]] = {"": list(dict.fromkeys(_saved_storages(graph)))}
+    for op in graph.walk():
+        if op.loop is not None and op.phase == "forward":
+            by_scope[op.name] = list(dict.fromkeys((*_stacked_storages(op.loop), *_saved_storages(op.loop.body))))
+    return {name: bound_answer(total(s.bytes for s in storages), values) for name, storages in by_scope.items()}
+
+
+def saved_by_pass(graph: Graph) -> tuple[Poly, Poly, Poly]:
+    """Return the device bytes saved by a forward pass: stacked by loops, before the loops, and after them."""
+    forward_loops = [op.loop for op in graph.ops if op.loop is not None and op.phase == "forward"]
+    layers = [
+        loop.count * total([_of_device(_stacked_storages(loop)), *saved_by_pass(loop.body)]) for loop in forward_loops
+    ]
+    return total(layers), *_split_bytes(graph, _saved_storages(graph))
+
+
+def saved_for_weights(graph: Graph) -> tuple[Poly, Poly, Poly]:
+    """Return the bytes needed by weight gradients after the input gradients have been sent, as in `saved_by_pass`.
+
+    Saved tensors read by weight gradients before the layers count as before.
+    """
+    late = behind(graph)
+    produced = _produced_storages(op for op in graph.ops if op not in late) - _preexisting_storages(graph)
+    read = dict.fromkeys(t for op in late for t in op.operands)
+    return _of_pieces(read), *_split_bytes(graph, (t.storage for t in read if t.storage in produced))
+
+
+def deferred_grad_bytes(graph: Graph) -> Poly:
+    """Return the gradient bytes that backward loops keep for weight gradients."""
+    read = dict.fromkeys(t for op in behind(graph) for t in op.operands)
+    return _of_pieces(t for t in read if t.producer is not None and t.producer.phase != "forward")
+
+
+def _of_pieces(read: Iterable[Tensor]) -> Poly:
+    """Return the device bytes of stacked residuals, counting each storage once."""
+    requested, pieces = dict.fromkeys(read), dict[Storage, Poly]()
+    for loop in (t.producer.loop for t in requested if t.producer is not None and _is_stacked(t)):
+        assert loop is not None
+        stacked = {inner.storage for t, inner in zip(loop.pieces, loop.saved, strict=True) if t in requested}
+        pieces |= {s: loop.count * s.bytes for s in _stacked_storages(loop) if s in stacked and not s.host}
+    return total(pieces.values())
+
+
+def behind(graph: Graph) -> list[Op]:
+    """List the ops after the last input gradient in a pass: they compute only weight gradients."""
+    ops = graph.ops
+    last = max((i for i, op in enumerate(ops) if op.phase != "forward" and _passes_gradient(op)), default=len(ops))
+    return [op for op in ops[last + 1 :] if op.phase != "optimizer"]
+
+
+def _split_bytes(graph: Graph, storages: Iterable[Storage]) -> tuple[Poly, Poly]:
+    """Return the device bytes of storages produced before the layers or as their final gradients, and of all others."""
+    before: set[Storage] = set()
+    for op in graph.ops:
+        if op.loop is not None and op.loop.pieces:
+            break
+        before |= {t.storage for t in op.results}
+    before |= {t.storage for op in graph.ops if op.phase != "forward" and _passes_gradient(op) for t in op.results}
+    unique = dict.fromkeys(storages)
+    return _of_device(s for s in unique if s in before), _of_device(s for s in unique if s not in before)
+
+
+def _passes_gradient(op: Op) -> bool:
+    """Whether an op passes a gradient to earlier layers or to other ranks."""
+    return isinstance(op.kind, Send) or (op.loop is not None and bool(op.loop.starts))
+
+
+def _of_device(storages: Iterable[Storage]) -> Poly:
+    """Return the bytes in device memory."""
+    return total(s.bytes for s in dict.fromkeys(storages) if not s.host)
+
+
+def _saved_storages(graph: Graph) -> Iterator[Storage]:
+    """Yield the storages that forward ops produce and backward or recompute ops read, in one graph or body."""
+    produced = _produced_storages(op for op in graph.ops if op.phase == "forward") - _preexisting_storages(graph)
+    for op in graph.ops:
+        if op.phase in ("backward", "recompute"):
+            yield from (t.storage for t in op.operands if t.storage in produced)
+
+
+def _stacked_storages(loop: Loop) -> Iterator[Storage]:
+    """Yield the storages that a loop stacks per iteration: produced in its body or carried, not captured."""
+    per_iteration = (_produced_storages(loop.body.ops) - _preexisting_storages(loop.body)) | {
+        f.storage for f in loop.carries
+    }
+    yield from (t.storage for t in loop.saved if t.storage in per_iteration)
+
+
+def _produced_storages(ops: Iterable[Op]) -> set[Storage]:
+    """Return the storages that ops produce, except the stacked residuals of inner loops."""
+    return {t.storage for op in ops for t in op.results if not _is_stacked(t)}
+
+
+def _preexisting_storages(graph: Graph) -> set[Storage]:
+    """Return the storages that no op in a graph or body produces."""
+    return {t.storage for t in graph.tensors if t.producer is None}
+
+
+def _is_stacked(t: Tensor) -> bool:
+    """Whether a tensor is a stacked residual of a loop."""
+    return t.producer is not None and t.producer.loop is not None and t in t.producer.loop.pieces
+
+
+# -- live ranges -------------------------------------------------------------------------------------------------------
 
 
 # -- live ranges -------------------------------------------------------------------------------------------------------
@@ -83,7 +333,7 @@ class LiveRange:
 class LoopStorages:
     """Per-iteration storages that a loop stacks: one live range per unrolled iteration, and the rest as one."""
 
-    def __init__(self, slots: Sequence[Held], unplayed: list[LiveRange]) -> None:
+    def __init__(self, slots: Sequence[HeldStorage], unplayed: list[LiveRange]) -> None:
         self.slots = slots
         self.unplayed = unplayed
 
@@ -100,10 +350,10 @@ class LoopStorages:
 
 
 # The storage behind a tensor; None for an accumulator before its first term.
-Held = LiveRange | LoopStorages | None
+HeldStorage = LiveRange | LoopStorages | None
 
 
-def piece(held: Held, i: int) -> Held:
+def piece(held: HeldStorage, i: int) -> HeldStorage:
     """Return the member of a family that iteration `i` reads, or the storage that all iterations share."""
     return held.slots[i] if isinstance(held, LoopStorages) else held
 
@@ -122,11 +372,11 @@ class UnplayedIterations:
     """number of iterations that are not unrolled"""
     middle: int = 0
     """iteration that represents them, in execution order"""
-    read: Sequence[Held] = ()
+    read: Sequence[HeldStorage] = ()
     """families that the loop reads"""
     lives: dict[tuple[object, ...], LiveRange] = field(default_factory=dict)
 
-    def family(self, slots: Sequence[Held], *, reverse: bool) -> LoopStorages:
+    def family(self, slots: Sequence[HeldStorage], *, reverse: bool) -> LoopStorages:
         """Return the family behind a result whose slices from unrolled iterations are `slots`."""
         member = slots[-1 - self.middle if reverse else self.middle] if self.count and slots else None
         unplayed = [life for m in member.every() for life in self.others(m)] if member is not None else []
@@ -305,7 +555,7 @@ class _Player(LoopExecutor[tuple[str, ...]]):
     def key(self, t: Tensor) -> Storage:
         return t.storage
 
-    def sources(self, graph: Graph, env: dict[Storage, Held], times: Poly = ONE) -> None:
+    def sources(self, graph: Graph, env: dict[Storage, HeldStorage], times: Poly = ONE) -> None:
         """Add storages that live throughout; inside a loop body, for all iterations at once."""
         for t in graph.tensors:
             if t.producer is None and t.role != "formal":
@@ -337,7 +587,7 @@ class _Player(LoopExecutor[tuple[str, ...]]):
         return life
 
     @staticmethod
-    def touch(held: Held, now: int) -> None:
+    def touch(held: HeldStorage, now: int) -> None:
         for life in held.every() if held is not None else ():
             if life.dies is not None:
                 life.dies = max(life.dies, now)
@@ -347,7 +597,7 @@ class _Player(LoopExecutor[tuple[str, ...]]):
         super().loop(loop, env, place)
         self.program.lives += self.unplayed.pop().lives.values()
 
-    def turns(self, loop: Loop, xs: Sequence[Held]) -> Iterator[PlayedIteration]:
+    def turns(self, loop: Loop, xs: Sequence[HeldStorage]) -> Iterator[PlayedIteration]:
         unplayed = self.unplayed[-1]
         count, times = loop.count.bind(self.values), self.copies(loop)
         if loop.until:
@@ -373,18 +623,18 @@ class _Player(LoopExecutor[tuple[str, ...]]):
         needed = copies_needed(loop)
         return index, needed if index.constant is None else min(int(index.constant), needed)
 
-    def stack(self, loop: Loop, t: Tensor, env: Env, place: tuple[str, ...]) -> Held:
+    def stack(self, loop: Loop, t: Tensor, env: Env, place: tuple[str, ...]) -> HeldStorage:
         # allocated before the first slice is written; if several loops write into it, before all of them
         return env.get(t.storage) or self.birth(t, place, loop.op.phase)
 
-    def slice(self, loop: Loop, value: Held, turn: PlayedIteration, place: tuple[str, ...]) -> Held:
+    def slice(self, loop: Loop, value: HeldStorage, turn: PlayedIteration, place: tuple[str, ...]) -> HeldStorage:
         return piece(value, turn.at)
 
     def inside(self, env: Env) -> Env:
         return {**env}
 
     def iteration(
-        self, loop: Loop, env: Env, turn: PlayedIteration, stacks: Sequence[Held], place: tuple[str, ...]
+        self, loop: Loop, env: Env, turn: PlayedIteration, stacks: Sequence[HeldStorage], place: tuple[str, ...]
     ) -> None:
         env |= {t.storage: life for t, life in zip(loop.ys, stacks, strict=True)}
         if not place and loop.op.phase == "forward":
@@ -443,7 +693,7 @@ class _Player(LoopExecutor[tuple[str, ...]]):
                 begin = next((k for k in hands if not steps[k].where.endswith(first)), hands[-1])
                 self.program.lives.append(LiveRange("other groups", "temporary", -other_grads, begin, behind))
 
-    def collected(self, loop: Loop, rows: Sequence[Held]) -> Held:
+    def collected(self, loop: Loop, rows: Sequence[HeldStorage]) -> HeldStorage:
         return self.unplayed[-1].family(rows, reverse=loop.reverse)
 
 
@@ -466,7 +716,7 @@ def play(
     graph.
     """
     player = _Player(copies, values)
-    env: dict[Storage, Held] = {}
+    env: dict[Storage, HeldStorage] = {}
     player.sources(graph, env)
     player.play(graph.ops, env, ())
     waiting = waiting or graph.waiting

@@ -19,12 +19,11 @@ from ..bind.evaluate import Formula, answer, bound_answer, need_bound, number, o
 from ..hardware.tables import Column, Fact, Table
 from ..ir.graph import Bindings, Graph, InFlightMicroBatches, bindings, loops, need_choice, need_graph, of_stages
 from ..notation.validation import guarded
-from .allocator import CachingAllocator
-from .collecting import collection_paused
+from .allocator import CachingAllocator, on_device
+from .costs import collection_paused
 from .liveness import Copies, LiveRange, Program, View, closed, copies_for, holds_from, live_bytes, live_cases, play
 from .regimes import Range, Regime, narrowed, ranges, regime
 from .registrations import plotter
-from .workspaces import on_device
 
 __all__ = [
     "Lifetime",

@@ -46,7 +46,7 @@ from ..transforms.pipeline_schedules import SCHEDULES, TIMES, idle, idle_at, siz
 from .calibrated import load_of, shipped
 from .collective_time import exchange, group_of, least_busy, whole
 from .costs import compulsory
-from .saved import behind
+from .liveness import behind
 from .tiling import unavoidable
 from .work import DeviceQuestion, Fallback, Work, ask, exact
 

@@ -16,7 +16,7 @@ import sympy
 
 from ..algebra.extremum import Max, as_expr, at_least_zero, smaller
 from ..algebra.polynomial import ONE, ZERO, Poly, as_poly, poly, power, total
-from ..algebra.subspaces import Matrix, closure, image_rank, kernel, reduced, solved
+from ..algebra.solving import Matrix, closure, image_rank, kernel, reduced, solved
 from ..algebra.symbols import shown
 from ..bind.evaluate import Formula, answer, bound_answer
 from ..bind.evaluate import compile as compiled

@@ -10,9 +10,9 @@ import typer
 from rich.markup import escape
 
 from ..algebra.symbols import shorten
-from ..analysis.checkpoint_files import compare_weights
-from ..analysis.crossover import crossover
+from ..analysis.compare import compare_weights
 from ..analysis.memory import peak_cases
+from ..analysis.regimes import crossover
 from ..errors import BindingError, FormatError
 from ..files.checkpoints import read_weights
 from ..ir.graph import Graph, bindings

@@ -10,8 +10,8 @@ import sympy
 import typer
 
 from ..algebra.symbols import is_name, read_size
-from ..analysis.crossover import crossover
 from ..analysis.params import cache_bytes, param_bytes
+from ..analysis.regimes import crossover
 from ..errors import FormatError, UnsupportedError
 from ..hardware.specs import load_hardware
 from ..hardware.units import format_bytes, format_quantity

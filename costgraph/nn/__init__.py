@@ -25,11 +25,16 @@ from .conv import (
     adaptive_pool,
     conv,
     conv_transpose,
+    inverted_residual,
     pool,
+    squeeze_excitation,
+    stochastic_depth,
     upsample,
 )
 from .embeddings import (
+    dot_interaction,
     embedding,
+    embedding_bag,
     patch_embedding,
     relative_bias,
     rotary,
@@ -41,7 +46,6 @@ from .linear import gated_mlp, linear, mlp
 from .losses import binary_cross_entropy, cross_entropy
 from .moe import experts, moe, router
 from .norms import batch_norm, group_norm, layer_norm, rms_norm
-from .recommendation import dot_interaction, embedding_bag
 from .recurrent import (
     causal_conv,
     cumulative_sum,
@@ -53,7 +57,6 @@ from .recurrent import (
     token_shift,
 )
 from .stack import layers
-from .vision import inverted_residual, squeeze_excitation, stochastic_depth
 
 __all__ = [
     "adaptive_pool",

@@ -28,15 +28,11 @@ from .elementwise import (
 )  # fmt: skip
 from .grouped import dispatch, grouped_matmul, top_k
 from .index import arange, gather, scatter, sort, take_along
-from .keep_alive import (
-    keep_alive,
-    stop_gradient,
-)
 from .kv_cache import (
     cache,
     initial_state,
 )
-from .layout import concat, contiguous_copy, expand, reshape, roll, slice_axis, split, stack
+from .layout import concat, contiguous_copy, expand, keep_alive, reshape, roll, slice_axis, split, stack, stop_gradient
 from .opaque import transfer
 from .operators import matmul, transpose
 

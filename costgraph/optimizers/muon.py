@@ -29,8 +29,7 @@ from ..ops.elementwise import (
     pointwise,
 )
 from ..ops.index import Gather
-from ..ops.keep_alive import keep_alive
-from ..ops.layout import reshape
+from ..ops.layout import keep_alive, reshape
 from ..ops.loops import fused
 from ..ops.operators import matmul, transpose
 from ..ops.updates import ADD_SCALED

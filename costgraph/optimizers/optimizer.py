@@ -29,7 +29,7 @@ from ..ir.strides import Sizes, numel, windows_along
 from ..ops.elementwise import FUNCTIONS, Function, Pointwise, cast, pointwise
 from ..ops.fill import assign
 from ..ops.fourier import view_as
-from ..ops.keep_alive import KeepAlive, keep_alive
+from ..ops.layout import KeepAlive, keep_alive
 from ..ops.loops import each, fused
 from ..ops.reduce import reduce
 from ..ops.updates import (

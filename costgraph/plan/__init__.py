@@ -9,13 +9,6 @@ from ..transforms.pipeline_schedules import (
     schedule,
     sends,
 )
-from .amounts import (
-    leading_term,
-    training_days,
-    training_flops,
-    training_seconds,
-    training_tokens,
-)
 from .breakeven import crossovers
 from .capacity import (
     dataset_bytes,
@@ -23,11 +16,10 @@ from .capacity import (
     largest_params,
 )
 from .checkpointing import best_interval, checkpoint_for
-from .cluster import run
-from .disaggregation import disaggregated
+from .cluster import leading_term, run, training_days, training_flops, training_seconds, training_tokens
 from .pipeline import bubble, simulate
 from .preflight import preflight
-from .serving import latency, throughput
+from .serving import disaggregated, latency, throughput
 from .strategy_search import search
 
 __all__ = [

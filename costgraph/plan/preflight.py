@@ -27,7 +27,7 @@ from ..ir.graph import (
     known_names,
 )
 from ..notation.validation import guarded
-from .amounts import leading_term, training_days, training_flops
+from .cluster import leading_term, training_days, training_flops
 
 __all__ = ["PreflightCheck", "Preflight", "preflight"]
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from ..algebra.polynomial import ONE, ZERO, Poly, poly
 from ..algebra.symbols import symbol
-from ..analysis.collecting import collection_paused
 from ..analysis.collective_time import exchange, message, placed, ranks_apart, taken
+from ..analysis.costs import collection_paused
 from ..analysis.memory import Array, PointValues, Programs, peaks, refused
 from ..analysis.step_time import (
     Spent,

@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 
 from ..algebra.symbols import shorten, shown
+from ..analysis.allocator import on_device
 from ..analysis.communication import Message, communication
 from ..analysis.costs import (
     CostRow,
@@ -21,7 +22,6 @@ from ..analysis.costs import (
 from ..analysis.memory import peak_cases, timeline
 from ..analysis.params import unused_params
 from ..analysis.roofline import Roofline, RooflineRow, roofline
-from ..analysis.workspaces import on_device
 from ..bind.evaluate import Formula
 from ..errors import BindingError, GraphError, SpecError
 from ..hardware.networks import Network

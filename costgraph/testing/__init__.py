@@ -20,19 +20,17 @@ from .interpreter import (
     reference_semantics,
     run,
 )
-from .op_checks import (
-    check_op,
-    missing,
-    search,
-)
 from .properties import (
     LAWS,
     TRAINING,
     Lesson,
     Trial,
     check,
+    check_op,
     check_training,
     law,
+    missing,
+    search,
 )
 from .ranks import check_sharded, run_ranks
 from .strategies import (

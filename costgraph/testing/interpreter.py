@@ -28,12 +28,10 @@ from ..notation.pattern import Affine, Axes, Pattern
 from ..ops.einsum import Einsum
 from ..ops.elementwise import Dropout, Pointwise
 from ..ops.index import Arange
-from ..ops.keep_alive import KeepAlive
-from ..ops.layout import Concat, Expand, Rearrange, Slice
+from ..ops.layout import Concat, Expand, KeepAlive, Rearrange, Slice
 from ..ops.loops import Accumulate, Empty, Kernel, Undef, taken
 from ..ops.opaque import Transfer
-from ..ops.pooling import Pool, PoolBackward, PoolingBase
-from ..ops.reduce import Reduce
+from ..ops.reduce import Pool, PoolBackward, PoolingBase, Reduce
 from ..ops.registry import adding
 from ..transforms.rewrite import flat, members
 from .arithmetic import FUNCTIONS, Number, tally, value

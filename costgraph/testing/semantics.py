@@ -35,12 +35,11 @@ from ..ops.grouped import (
     top_k,
 )
 from ..ops.index import Gather, Scatter, Sort, arange, gather, sort, take_along
-from ..ops.keep_alive import KeepAlive, StopGradient, keep_alive, stop_gradient
 from ..ops.kv_cache import Append, Cache, InitialState, append, cache, initial_state
-from ..ops.layout import contiguous_copy, expand, slice_axis
+from ..ops.layout import KeepAlive, StopGradient, contiguous_copy, expand, keep_alive, slice_axis, stop_gradient
 from ..ops.loops import Accumulate, Empty, Stacked, Undef, accumulate, undef
 from ..ops.opaque import CustomCall, Opaque, StatedCosts
-from ..ops.pooling import Pool, PoolBackward
+from ..ops.reduce import Pool, PoolBackward
 from ..ops.updates import FusedUpdate, Unscale, ZeroGrad
 from ..optimizers.adaptive import Adam
 from ..optimizers.optimizer import fused_update

@@ -58,8 +58,7 @@ from ..ops.layout import (
 )
 from ..ops.loops import Empty, Kernel, kernel, repeat, scan
 from ..ops.opaque import CustomCall, Opaque, Transfer, opaque, transfer
-from ..ops.pooling import Pool
-from ..ops.reduce import REDUCTIONS, Reduce, reduce
+from ..ops.reduce import REDUCTIONS, Pool, Reduce, reduce
 from ..ops.registry import KINDS, adding
 from ..transforms.shard.fsdp_policy import FullyShard
 from ..transforms.shard.shard import mesh

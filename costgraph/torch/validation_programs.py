@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import costgraph as cg
 
-from ..analysis.workspaces import LT_WORKSPACE
+from ..analysis.allocator import LT_WORKSPACE
 from ..errors import UnsupportedError
 from ..ir.graph import Graph, need_choice
 from ..notation.validation import Rule, Size, one_of

@@ -18,11 +18,9 @@ from ..ops.einsum import Einsum
 from ..ops.elementwise import Dropout, Pointwise
 from ..ops.fill import Fill
 from ..ops.index import Gather, Scatter
-from ..ops.keep_alive import KeepAlive
-from ..ops.layout import Concat, Expand, Rearrange, Slice
+from ..ops.layout import Concat, Expand, KeepAlive, Rearrange, Slice
 from ..ops.loops import Kernel
-from ..ops.pooling import Pool
-from ..ops.reduce import Reduce
+from ..ops.reduce import Pool, Reduce
 from .rewrite import Rewriter, map_stages
 
 __all__ = [
@@ -438,7 +436,7 @@ def fuse(graph: Graph, /, scope: str | None = None, *, epilogues: bool = False) 
     results of a reduction of trailing axes; and ops that read the same tensor. A value with a single reader is inlined,
     even if broadcast, sliced, concatenated or permuted, as long as it reads few operands itself. Other reductions are
     split over thread blocks, and ops that need all their results go to the next kernel. In-place ops become
-    out-of-place, and values that are only kept alive (`costgraph.ops.keep_alive`) are not written.
+    out-of-place, and values that are only kept alive (`costgraph.ops.layout`) are not written.
 
     Inductor recomputes a cheap value in several kernels, with more FLOPs; here it is written once. It writes the parts
     of a matmul's concatenated operand with one kernel each, here it is one, with the same bytes. Declared kernels are

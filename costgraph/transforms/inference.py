@@ -25,13 +25,11 @@ from ..ops.einsum import Einsum
 from ..ops.elementwise import Dropout, Pointwise
 from ..ops.fill import Assign, Pad
 from ..ops.index import Arange, Gather, Scatter
-from ..ops.keep_alive import KeepAlive
 from ..ops.kv_cache import Append, Cache, InitialState
-from ..ops.layout import Concat, Expand, Rearrange, Slice
+from ..ops.layout import Concat, Expand, KeepAlive, Rearrange, Slice
 from ..ops.loops import Kernel, Repeat
 from ..ops.opaque import need_declared
-from ..ops.pooling import Pool
-from ..ops.reduce import Reduce
+from ..ops.reduce import Pool, Reduce
 from .rewrite import Rewriter, bound, bound_record
 
 __all__ = [

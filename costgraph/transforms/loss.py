@@ -1,4 +1,4 @@
-"""Training losses: the named ones, and a cross-entropy that computes logits in chunks of positions."""
+"""Training losses: the named ones, a cross-entropy in chunks of positions, and batch norms in training mode."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from ..algebra.symbols import shown
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError, UnsupportedError
-from ..ir.graph import Graph, Op, Tensor, apply, current_graph, module, need_tensor, positive
+from ..ir.graph import Graph, Op, Tensor, apply, current_graph, module, need_tensor, opened, positive
 from ..nn.losses import binary_cross_entropy, cross_entropy
+from ..nn.norms import over_the_batch
 from ..ops.collectives import need_of_all
 from ..ops.einsum import Einsum, einsum
 from ..ops.elementwise import Pointwise, cast, pointwise
@@ -20,13 +21,34 @@ from ..ops.layout import rearrange
 from ..ops.loops import Kernel, fused, kernel, scan
 from ..ops.operators import transpose
 from ..ops.reduce import reduce
-from .statistics import Trained
+from .rewrite import Rewriter
 
 __all__ = [
+    "Trained",
     "Loss",
     "with_loss",
     "chunked_cross_entropy",
 ]
+
+
+# -- batch norms -------------------------------------------------------------------------------------------------------
+
+
+class Trained(Rewriter):
+    """Copies a graph, with batch statistics in batch norms whose mode is `auto`."""
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Copy an op, or replace a batch norm."""
+        if not isinstance(op.kind, Kernel) or op.kind.statistics != "auto":
+            super().emit(op, new, suffix)
+            return
+        *levels, name = op.name.split("/")
+        with opened(graph=new, levels=tuple(levels), phase=op.phase):
+            result = over_the_batch(*(self.tensors[t] for t in op.operands), name=name)
+        self.tensors[op.results[0]] = result
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
 
 
 # -- named losses ------------------------------------------------------------------------------------------------------

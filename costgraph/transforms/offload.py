@@ -24,7 +24,7 @@ from ..ir.graph import (
 from ..ir.strides import contiguous
 from ..ops.collectives import Collective, Send
 from ..ops.fill import DenseFactory
-from ..ops.keep_alive import KeepAlive
+from ..ops.layout import KeepAlive
 from ..ops.loops import (
     Empty,
     Kernel,

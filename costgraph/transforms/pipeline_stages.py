@@ -30,8 +30,7 @@ from ..ir.graph import (
 )
 from ..ops.collectives import Collective, Receive, Send, need_of_all
 from ..ops.elementwise import FUNCTIONS, Pointwise
-from ..ops.keep_alive import KeepAlive
-from ..ops.layout import Concat
+from ..ops.layout import Concat, KeepAlive
 from ..ops.loops import Accumulate, Kernel
 from ..ops.updates import Unscale
 from .pipeline_schedules import SCHEDULES, RankOrder, schedule_sizes

@@ -35,12 +35,10 @@ from ..notation.validation import READ, guarded
 from ..ops.einsum import Einsum
 from ..ops.elementwise import FUNCTIONS, Pointwise
 from ..ops.index import Gather, Scatter
-from ..ops.keep_alive import KeepAlive
-from ..ops.layout import Concat, contiguous_copy
+from ..ops.layout import Concat, KeepAlive, contiguous_copy
 from ..ops.loops import Kernel
 from ..ops.opaque import Opaque, exact, need_declared
-from ..ops.pooling import Pool
-from ..ops.reduce import REDUCTIONS, Reduce
+from ..ops.reduce import REDUCTIONS, Pool, Reduce
 from .rewrite import Rewriter
 from .vjp.kernels import SCALED_MM, backward_rule, quantize, unscaled
 

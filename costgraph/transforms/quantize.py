@@ -44,9 +44,8 @@ from ..ops.elementwise import cast, pointwise
 from ..ops.fill import Assign
 from ..ops.grouped import GroupedMatmul
 from ..ops.index import Gather, gather
-from ..ops.keep_alive import KeepAlive
 from ..ops.kv_cache import Append, Cache
-from ..ops.layout import Concat, Expand, Rearrange, Slice, expand, rearrange
+from ..ops.layout import Concat, Expand, KeepAlive, Rearrange, Slice, expand, rearrange
 from ..ops.loops import Kernel, kernel
 from ..ops.opaque import need_declared
 from ..ops.reduce import reduce

@@ -33,8 +33,7 @@ from ..ir.graph import (
     same_place,
 )
 from ..ops.fill import SliceUpdate
-from ..ops.keep_alive import KeepAlive
-from ..ops.layout import Concat, Slice, permute, reshape, slice_axis
+from ..ops.layout import Concat, KeepAlive, Slice, permute, reshape, slice_axis
 from ..ops.loops import Repeat, Undef
 from .rewrite import Rewriter
 

@@ -23,11 +23,22 @@ from ..ops.einsum import Einsum
 from ..ops.elementwise import Pointwise, cast, pointwise
 from ..ops.fill import SliceUpdate, assign, fill
 from ..ops.functions import FUNCTIONS, names_in
-from ..ops.keep_alive import KeepAlive, keep_alive
-from ..ops.layout import Concat, Expand, Rearrange, Slice, concat, contiguous_copy, copied_into, slice_axis, split
+from ..ops.layout import (
+    Concat,
+    Expand,
+    KeepAlive,
+    Rearrange,
+    Slice,
+    concat,
+    contiguous_copy,
+    copied_into,
+    keep_alive,
+    slice_axis,
+    split,
+)
 from ..ops.loops import Accumulate, Empty, Kernel, Repeat, Stacked, Undef, accumulate, kernel, slice_of
 from ..ops.opaque import CustomCall
-from ..ops.pooling import Pool
+from ..ops.reduce import Pool
 from ..optimizers import Optimizer, Slot
 from .rewrite import Rewriter, flat
 from .shard.partial_sums import origin

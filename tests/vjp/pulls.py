@@ -7,7 +7,7 @@ import numpy as np
 from costgraph import Graph
 from costgraph.algebra.polynomial import Poly
 from costgraph.ops.elementwise import pointwise
-from costgraph.ops.keep_alive import KeepAlive
+from costgraph.ops.layout import KeepAlive
 from costgraph.testing import run
 from costgraph.transforms.vjp.table import VJPContext, rule_of
 

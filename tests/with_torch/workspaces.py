@@ -284,7 +284,7 @@ softmax/softmax_backward 2*F*R
 
 (R rows, D and F widths.) On the command line, pass `--device cuda` to `report` and `train`.
 
-Up to torch 2.6, a matmul with bias took another 1 MiB through cuBLASLt (`costgraph.analysis.workspaces.LT_WORKSPACE`).
+Up to torch 2.6, a matmul with bias took another 1 MiB through cuBLASLt (`costgraph.analysis.allocator.LT_WORKSPACE`).
 Up to torch 2.7, Blackwell had the smaller cuBLAS workspace. Workspaces of cuDNN, cuSOLVER and CUTLASS are not
 included. `allocator="cuda"` simulates PyTorch's caching allocator from an empty cache: blocks are multiples of 512 B,
 and a large block is not split if at most 1 MiB would remain.

@@ -5,11 +5,9 @@ from . import (  # noqa: F401
     collectives,
     contraction,
     elementwise,
-    external,
     indexing,
     kernels,
     layout,
-    updates,
 )
 from .context import (
     LOWERINGS,

@@ -23,9 +23,8 @@ from ...ops.elementwise import Pointwise
 from ...ops.fill import Assign, Fill, SliceUpdate
 from ...ops.grouped import Dispatch, TopK
 from ...ops.index import Arange, Gather, Indexed, Sort
-from ...ops.keep_alive import KeepAlive, StopGradient
 from ...ops.kv_cache import Append, Cache
-from ...ops.layout import Concat, Expand, Rearrange, Slice
+from ...ops.layout import Concat, Expand, KeepAlive, Rearrange, Slice, StopGradient
 from ...ops.loops import Stacked
 from ...ops.opaque import Transfer
 from ...ops.reduce import Reduce

@@ -13,7 +13,7 @@ import torch
 from ...ir.graph import Op, OpKind
 from ...notation.pattern import Affine, Axes, Pattern
 from ...ops.einsum import Einsum
-from ...ops.pooling import Pool, PoolBackward, PoolingBase
+from ...ops.reduce import Pool, PoolBackward, PoolingBase
 from .context import LoweringContext, lowering, strided
 from .elementwise import item, mask_of, masked_operand
 

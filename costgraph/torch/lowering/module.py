@@ -29,7 +29,7 @@ from .context import (
     strided,
     torch_dtype,
 )
-from .external import replay, runs_on
+from .kernels import replay, runs_on
 
 __all__ = [
     "GraphLowering",

@@ -17,8 +17,7 @@ from ...ir.graph import Graph, Op, Tensor, added_since, apply, opened
 from ...ir.strides import Sizes, is_integral
 from ...ops.access_footprint import larger
 from ...ops.fill import SliceUpdate
-from ...ops.keep_alive import KeepAlive, StopGradient
-from ...ops.layout import Concat, reshape
+from ...ops.layout import Concat, KeepAlive, StopGradient, reshape
 from ...ops.opaque import CustomCall, Output
 from ...transforms.reroll import Join, LoopTrace
 from .call import Call, Counts, Spec

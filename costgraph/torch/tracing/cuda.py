@@ -1,8 +1,4 @@
-"""Trace as on an NVIDIA GPU without one: kernel selection by torch's own conditions, and results of CUDA kernels.
-
-Attention backends follow torch 2.13, `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`, in
-the same order and named after the functions there. Wheels of that release for CUDA 13 bundle cuDNN 9.20.
-"""
+"""Trace as on an NVIDIA GPU without one: kernel selection by torch's own conditions, and results of CUDA kernels."""
 
 from __future__ import annotations
 
@@ -23,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import UnsupportedError
 from ...hardware.specs import Arch
+from ...ir.graph import Graph, need_graph
 from ...ops.registry import adding
 from .choices import Choices
 from .composites import encoder_layer
@@ -40,6 +37,8 @@ __all__ = [
     "choose",
     "KERNELS",
     "on_cuda",
+    "Dispatched",
+    "dispatched",
 ]
 
 
@@ -963,3 +962,65 @@ def on_cuda(program_device: ProgramDevice) -> Iterator[None]:
         replaced.enter_context(patch.object(optimizers, "_foreach_supported_types", kinds))
         replaced.enter_context(mode)
         yield
+
+
+# -- calls by rule -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A call selected by a device-specific rule."""
+
+    op: str
+    """name of the op in the graph"""
+    call: str
+    """torch op with its overload"""
+    rule: str
+    """name of the rule"""
+    why: str
+    """conditions that decided it"""
+    source: str
+    """location of the rule in torch's sources; empty for a rule unknown to this version"""
+
+
+def dispatched(graph: Graph) -> list[Dispatched]:
+    """Return the calls of a trace that a device-specific rule selected, in program order.
+
+    Parameters
+    ----------
+    graph : Graph
+        Graph from `trace(..., device="cuda")`; other graphs have no such calls.
+
+    Returns
+    -------
+    list of Dispatched
+        One row per op whose call depends on the device.
+
+    Raises
+    ------
+    GraphError
+        If `graph` is not a graph.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from costgraph.torch import dispatched, trace
+    >>> class Attention(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    >>> x = torch.zeros(2, 3, 5, 64, dtype=torch.bfloat16)
+    >>> for arch in "sm_90", "sm_80", "sm_75":
+    ...     g = trace(Attention(), x, dims=[("B", None, "S", None)], device="cuda", arch=arch)
+    ...     for row in dispatched(g)[:1]:
+    ...         print(f"{row.rule} ({row.why})")
+    attention: cuDNN (the first in torch's order on sm_90)
+    attention: flash (not cuDNN: sm_80)
+    attention: math (not cuDNN: sm_75; not flash: sm_75; not efficient: bfloat16 on sm_75)
+    """
+    need_graph("dispatched", graph)
+    calls = ((op, op.call) for op in graph.walk())
+    return [
+        Dispatched(op.name, call.target, call.rule, call.why, SOURCES.get(call.rule, ""))
+        for op, call in calls
+        if call is not None and call.rule
+    ]

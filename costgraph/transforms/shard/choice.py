@@ -29,8 +29,7 @@ from ...ops.einsum import Einsum
 from ...ops.elementwise import Pointwise
 from ...ops.grouped import Dispatch, GroupedMatmul, GroupedOuter
 from ...ops.index import Indexed, Scatter
-from ...ops.keep_alive import KeepAlive, StopGradient
-from ...ops.layout import Expand, Rearrange
+from ...ops.layout import Expand, KeepAlive, Rearrange, StopGradient
 from ...ops.loops import Undef
 
 __all__ = [

@@ -14,11 +14,10 @@ from ...ir.graph import Graph, Loop, Op, Placement, Storage, Tensor, is_pass
 from ...ir.strides import contiguous, numel
 from ...ops.collectives import Collective, LocalShard, Pack
 from ...ops.elementwise import Pointwise
-from ...ops.keep_alive import KeepAlive
+from ...ops.layout import KeepAlive
 from ...ops.loops import Empty, Undef
-from .flat import add_op, cast_to, from_rows, in_rows, joined, pieces
 from .fsdp_policy import unit_of
-from .grad_buffers import GradBuffers
+from .grad_buffers import GradBuffers, add_op, cast_to, from_rows, in_rows, joined, pieces
 from .partial_sums import adds, targets
 from .placed_tensors import RequestedPlacements
 

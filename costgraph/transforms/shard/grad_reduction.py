@@ -12,13 +12,12 @@ from ...errors import GraphError, UnsupportedError
 from ...ir.graph import Graph, Loop, Op, Repeat, Sharding, Storage, Tensor, is_count, is_pass, need_flag, optional
 from ...notation.validation import guarded
 from ...ops.collectives import Collective, Pack
-from ...ops.keep_alive import KeepAlive
-from ...ops.layout import Rearrange, Slice
+from ...ops.layout import KeepAlive, Rearrange, Slice
 from ...ops.loops import Empty, Stacked
 from ..rewrite import Rewriter
 from ..unroll import position
-from .flat import add_op
 from .fsdp import is_cast
+from .grad_buffers import add_op
 from .partial_sums import adds, origin
 
 __all__ = [

@@ -16,9 +16,8 @@ from ...ir.strides import is_integral
 from ...notation.validation import Rule
 from ...ops.collectives import Receive
 from ...ops.einsum import Einsum
-from ...ops.keep_alive import KeepAlive
 from ...ops.kv_cache import Append
-from ...ops.layout import Rearrange, Slice
+from ...ops.layout import KeepAlive, Rearrange, Slice
 from ...ops.loops import Kernel
 from ..offload import need_offloaded
 from ..offload import offload as on_host

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...ir.graph import Graph, Loop, Op, OpKind, Placement, Tensor, is_pass
 from ...ops.elementwise import Pointwise
-from ...ops.keep_alive import KeepAlive
+from ...ops.layout import KeepAlive
 from ...ops.loops import Accumulate
 
 __all__ = [

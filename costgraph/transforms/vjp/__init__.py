@@ -13,10 +13,10 @@ from ...ops.collectives import (
     Unshard,
 )
 from ...ops.grouped import Dispatch
-from ...ops.keep_alive import StopGradient
 from ...ops.kv_cache import Append
+from ...ops.layout import StopGradient
 from ...ops.opaque import CustomCall
-from ...ops.pooling import PoolBackward
+from ...ops.reduce import PoolBackward
 from ...ops.updates import FusedUpdate, Unscale
 from . import rules
 

@@ -20,8 +20,7 @@ from ...ops.fill import fill
 from ...ops.fourier import real_part, view_as
 from ...ops.functions import POWERS
 from ...ops.index import Gather, reverse, scatter
-from ...ops.keep_alive import keep_alive
-from ...ops.layout import Expand, Rearrange, broadcast, index, permute, reshape
+from ...ops.layout import Expand, Rearrange, broadcast, index, keep_alive, permute, reshape
 from ...ops.loops import Kernel, fused, kernel
 from ...ops.reduce import Reduce, reduce
 from .table import Rule, VJPContext, sum_to

@@ -21,15 +21,16 @@ from ...ops.fourier import Fourier, ViewAs, joined, real_part, view_as
 from ...ops.functions import FUNCTIONS, names_in
 from ...ops.grouped import GroupedMatmul, GroupedOuter, TopK, grouped_outer
 from ...ops.index import Arange, Gather, Scatter, Sort, gather, scatter
-from ...ops.keep_alive import KeepAlive, keep_alive
 from ...ops.kv_cache import Cache, InitialState
 from ...ops.layout import (
     Concat,
     Expand,
+    KeepAlive,
     Rearrange,
     Slice,
     concat,
     contiguous_copy,
+    keep_alive,
     permute,
     rearrange,
     reshape,
@@ -37,8 +38,7 @@ from ...ops.layout import (
 )
 from ...ops.loops import Empty, kernel
 from ...ops.opaque import Opaque, Transfer, transfer
-from ...ops.pooling import Pool, PoolBackward
-from ...ops.reduce import Reduce, reduce
+from ...ops.reduce import Pool, PoolBackward, Reduce, reduce
 from ...ops.updates import ZeroGrad
 from .table import VJPContext, also_saved, expanded, order_of_parameter, restricted, sum_to, summed, vjp
 

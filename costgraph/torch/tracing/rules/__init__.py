@@ -2,11 +2,9 @@
 
 from . import (  # noqa: F401  # they fill the table
     attention,
-    copies,
     elementwise,
     linear_algebra,
-    lookups,
-    norms,
+    movement,
     recurrent,
     reductions,
     vision,

@@ -5,7 +5,6 @@ from . import (  # noqa: F401  # they fill the table
     elementwise,
     gradients,
     kernels,
-    lookups,
     moves,
     reductions,
 )

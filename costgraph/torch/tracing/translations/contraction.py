@@ -15,7 +15,7 @@ from ....ops.elementwise import pointwise
 from ....ops.fill import pad
 from ....ops.grouped import GroupedMatmul, grouped_outer
 from ....ops.layout import broadcast, concat, permute, reshape, slice_axis
-from ....ops.pooling import Pool
+from ....ops.reduce import Pool
 from ..call import Call
 from ..rules.table import is_number
 from .kernels import stated_with_gradient
