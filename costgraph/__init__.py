@@ -30,6 +30,7 @@ from .errors import (
     StandInWarning,
     UnsupportedError,
 )
+from .ir.graph import VIEWS as _VIEWS
 from .ir.graph import Domain, Graph, Tensor, scope
 from .ir.graph import public as _public
 from .nn import (
@@ -48,6 +49,7 @@ from .nn import (
     softmax,
     tanh,
 )
+from .notation.lazy_imports import lazy_function as _lazy_function
 from .notation.lazy_imports import lazy_getattr as _later
 from .notation.validation import guard as _guard
 from .ops.einsum import einsum
@@ -281,6 +283,19 @@ _LATER = {
     "transforms.vjp.table": "vjp",
     "report.explore": "explore",
 }
+
+# reports import graphs and analyses, which show themselves by these functions
+_VIEWS.update(
+    {
+        name: _lazy_function(f"{__name__}.report.{module}", name)
+        for module, names in {
+            "summary": "summary summary_html",
+            "explore": "explore",
+            "plots": "plot_roofline plot_throughput plot_timeline plot_validation",
+        }.items()
+        for name in names.split()
+    }
+)
 
 #: Used by validation itself, hence not checked.
 _INSIDE = ("dims",)

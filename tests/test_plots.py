@@ -4,7 +4,7 @@ import sys
 import pytest
 
 import costgraph as cg
-from costgraph.report import plot_roofline, plot_timeline, plots
+from costgraph.report import plot_roofline, plot_timeline
 
 pytest.importorskip("matplotlib")
 
@@ -139,8 +139,11 @@ def test_plots_do_not_change_global_state():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_plotters_are_registered():
-    from costgraph.analysis.registrations import PLOTTERS
-
-    assert PLOTTERS["roofline"] is plots.plot_roofline
-    assert PLOTTERS["timeline"] is plots.plot_timeline
+def test_views_are_imported_on_first_use():
+    code = (
+        "import sys, costgraph; from costgraph.ir.graph import VIEWS;"
+        "assert 'matplotlib' not in sys.modules and 'costgraph.report.plots' not in sys.modules;"
+        "print(sorted(VIEWS))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(f"'{view}'" in done.stdout for view in ("explore", "plot_roofline", "summary"))

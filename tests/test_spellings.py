@@ -102,3 +102,9 @@ def test_notebook_shows_same_table_as_print():
     assert all(f">{cell.strip()}<" in page for cell in head.split("  ") if cell.strip())
     with cg.Graph("<a & b>") as odd:
         assert odd._repr_html_().startswith(("<pre>Graph(&#x27;&lt;a &amp; b&gt;", "<table><caption>&lt;a &amp; b&gt;"))
+
+
+@pytest.mark.parametrize(("earlier", "new"), [("grouped", "grouped_matmul"), ("keep", "keep_alive")])
+def test_earlier_op_functions_warn(earlier, new):
+    with pytest.warns(DeprecationWarning, match=f"ops.{earlier} is now ops.{new}"):
+        assert getattr(cg.ops, earlier) is getattr(cg.ops, new)

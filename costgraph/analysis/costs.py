@@ -42,7 +42,7 @@ from ..notation.grammar import parse_relation
 from ..notation.validation import guarded
 from ..ops.access_footprint import at_least
 from ..ops.einsum import Einsum
-from ..ops.grouped import GroupedMatmul as GroupedMatmul
+from ..ops.experts import GroupedMatmul as GroupedMatmul
 from ..ops.loops import Accumulate, Undef, taken
 from ..ops.rules import Flops
 from ..ops.uses import elements_read, together

@@ -17,13 +17,12 @@ from ..algebra.polynomial import ONE, Monomial, Poly, Rational, as_poly, total
 from ..algebra.symbols import shorten
 from ..bind.evaluate import Formula, answer, bound_answer, need_bound, number, outside, plan
 from ..hardware.tables import Column, Fact, Table
-from ..ir.graph import Bindings, Graph, InFlightMicroBatches, bindings, loops, need_choice, need_graph, of_stages
+from ..ir.graph import VIEWS, Bindings, Graph, InFlightMicroBatches, bindings, loops, need_choice, need_graph, of_stages
 from ..notation.validation import guarded
 from .allocator import CachingAllocator, on_device
 from .costs import collection_paused
 from .liveness import Copies, LiveRange, Program, View, closed, copies_for, holds_from, live_bytes, live_cases, play
 from .regimes import Range, Regime, narrowed, ranges, regime
-from .registrations import plotter
 
 __all__ = [
     "Lifetime",
@@ -358,7 +357,7 @@ class Timeline(Table):
             The figure.
         """
         need_bound([self.peak], "plot of a timeline")
-        return plotter("timeline")(self, path)
+        return VIEWS["plot_timeline"](self, path)
 
 
 def _played_out(graph: Graph, values: Mapping[str, Poly]) -> int:

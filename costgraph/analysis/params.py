@@ -15,7 +15,7 @@ from ..ir.graph import (
 )
 from ..ops.collectives import Merge
 from ..ops.elementwise import Pointwise
-from ..ops.grouped import Dispatch, GroupedMatmul
+from ..ops.experts import Dispatch, GroupedMatmul
 from ..ops.index import Gather
 from ..ops.layout import Rearrange
 from ..ops.opaque import Opaque

@@ -16,10 +16,9 @@ from ..errors import SpecError
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware, Level, StandIn
 from ..hardware.tables import Column, Fact, Table
-from ..ir.graph import Graph, need_choice
+from ..ir.graph import VIEWS, Graph, need_choice
 from ..notation.validation import guarded
 from .costs import compulsory
-from .registrations import plotter
 from .step_time import (
     OVERLAPS,
     Bound,
@@ -204,7 +203,7 @@ class Roofline(Table):
             If a size is open.
         """
         need_bound([self.estimate, self.ridge], f"plot of graph {self.graph!r}")
-        return plotter("roofline")(self, path)
+        return VIEWS["plot_roofline"](self, path)
 
 
 def roofline(

@@ -14,7 +14,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cache, cached_property, partial, wraps
-from importlib import import_module
 from inspect import CO_VARKEYWORDS
 from itertools import accumulate, islice
 from math import prod
@@ -72,7 +71,7 @@ __all__ = [
     "scope",
     "scopes_of",
     "with_suffix",
-    "SHOWN",
+    "VIEWS",
     "explore",
     "summary",
     "summary_html",
@@ -714,10 +713,10 @@ def module(graph: Graph, name: str) -> Iterator[str]:
 
 
 # -- registered views --------------------------------------------------------------------------------------------------
-# Reports import this module, so they register themselves here instead of being imported.
+# Reports import this module, so `costgraph` registers them here.
 
-#: Filled by `costgraph.report.explore` and `costgraph.report.summary`.
-SHOWN: dict[str, Callable[..., Any]] = {}
+#: Functions of `costgraph.report` that show graphs and results, by name.
+VIEWS: dict[str, Callable[..., Any]] = {}
 
 
 def explore(self: Graph, path: object = None, /, *, views: object = None) -> Any:
@@ -735,25 +734,19 @@ def explore(self: Graph, path: object = None, /, *, views: object = None) -> Any
     costgraph.report.explore.Page
         `.html`, `.save(path)`.
     """
-    return _view("explore")(self, path, views=views)
+    return VIEWS["explore"](self, path, views=views)
 
 
 def summary(self: Graph) -> str:
     """Return the table of scopes, as `print` shows it."""
-    text: str = _view("summary")(self)
+    text: str = VIEWS["summary"](self)
     return text
 
 
 def summary_html(self: Graph) -> str:
     """Return the table of scopes that a notebook shows."""
-    text: str = _view("summary_html", "summary")(self)
+    text: str = VIEWS["summary_html"](self)
     return text
-
-
-def _view(name: str, module: str = "") -> Callable[..., Any]:
-    if name not in SHOWN:  # imported on first use
-        import_module(f"costgraph.report.{module or name}")
-    return SHOWN[name]
 
 
 # -- tensor ------------------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from ..ops.elementwise import (
     cast,
     pointwise,
 )
+from ..ops.experts import ROUTINGS, dispatch, grouped_matmul, top_k
 from ..ops.fill import fill
-from ..ops.grouped import ROUTINGS, dispatch, grouped_matmul, top_k
 from ..ops.index import gather, scatter, take_along
 from ..ops.layout import rearrange, reshape, split
 from ..ops.reduce import reduce

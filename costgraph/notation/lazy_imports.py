@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 __all__ = [
+    "lazy_function",
     "lazy_getattr",
 ]
 
@@ -34,3 +35,12 @@ def lazy_getattr(
         return member
 
     return find
+
+
+def lazy_function(module: str, name: str) -> Callable[..., Any]:
+    """Return a function that imports the named one when it is called."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **kwargs)
+
+    return call

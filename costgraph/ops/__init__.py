@@ -1,5 +1,8 @@
 """Op kinds and the functions that build them, beyond those exported by `costgraph` itself."""
 
+import warnings
+from typing import Any
+
 # imported to register their op kinds; models do not call these modules
 from . import (  # noqa: F401  # isort: skip
     opaque,
@@ -26,7 +29,7 @@ from .elementwise import (
     where,
     zeros,
 )  # fmt: skip
-from .grouped import dispatch, grouped_matmul, top_k
+from .experts import dispatch, grouped_matmul, top_k
 from .index import arange, gather, scatter, sort, take_along
 from .kv_cache import (
     cache,
@@ -77,3 +80,13 @@ __all__ = [
     "where",
     "zeros",
 ]
+
+#: Earlier names, available with a DeprecationWarning until the next release.
+_RENAMED = {"grouped": "grouped_matmul", "keep": "keep_alive"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"ops.{name} is now ops.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

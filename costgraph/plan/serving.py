@@ -13,7 +13,6 @@ from ..algebra.polynomial import ONE, Poly, poly
 from ..algebra.symbols import shorten, shown
 from ..analysis.memory import peak_memory
 from ..analysis.params import cached
-from ..analysis.registrations import plotter
 from ..analysis.roofline import bound_roofline
 from ..analysis.training import tokens_poly
 from ..bind.evaluate import number
@@ -22,7 +21,7 @@ from ..hardware.links import Wire, extents, joined, wire
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Table
-from ..ir.graph import Graph, known_names, need_choice, need_graph, need_open, of_stages
+from ..ir.graph import VIEWS, Graph, known_names, need_choice, need_graph, need_open, of_stages
 from ..ir.graph import dimension_size as size_of
 from ..notation.validation import READ, guarded
 from .capacity import is_allowed, largest, parts_of, rooms, smallest
@@ -125,7 +124,7 @@ class Throughput(Table):
         matplotlib.figure.Figure
             The figure.
         """
-        return plotter("throughput")(self, path)
+        return VIEWS["plot_throughput"](self, path)
 
     def _description(self) -> str:
         return f"{shorten(self.graph)} on {self.hardware.id}, {len(self.rows)} sizes of {self.symbol}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ import numpy as np
 
 from ..algebra.symbols import shorten, shown
 from ..analysis.memory import Timeline
-from ..analysis.registrations import PLOTTERS
 from ..analysis.roofline import Roofline, RooflineRow
 from ..bind.evaluate import need_bound
 from ..errors import FormatError
@@ -617,10 +616,3 @@ def _op_labels(rows: Iterable[RooflineRow]) -> list[Label]:
         text = f"{short(first.op)}, {format_quantity(first.seconds, 's')}{note}"
         labels.append((text, (first.intensity, first.attainable)))
     return labels
-
-
-_PLOTTERS: Mapping[str, Callable[[Any, Any], Any]] = {
-    "roofline": plot_roofline, "timeline": plot_timeline, "validation": plot_validation,
-    "throughput": plot_throughput,
-}  # fmt: skip
-PLOTTERS.update(_PLOTTERS)

@@ -11,7 +11,7 @@ from ..analysis.costs import costs, repeated_bodies
 from ..bind.evaluate import Formula, answer
 from ..errors import CostGraphError
 from ..hardware.tables import html_cells
-from ..ir.graph import SHOWN, Graph, bindings, scopes_of
+from ..ir.graph import Graph, bindings, scopes_of
 from ..ir.strides import numel
 from .formula import formula_text
 
@@ -128,7 +128,3 @@ def _scope_of(name: str, scopes: Iterable[str]) -> str:
         if matching := [scope for scope in scopes if f"{scope}/".startswith(f"{enclosing}/")]:
             return enclosing if enclosing in matching else matching[0]
     return ""
-
-
-SHOWN["summary"] = summary
-SHOWN["summary_html"] = summary_html

@@ -22,8 +22,7 @@ from ..ir.graph import OpKind, Tensor, apply
 from ..nn.conv import pool
 from ..ops.collectives import REDUCING, Collective, LocalShard, Merge, Pack, Receive, Send, Unshard
 from ..ops.elementwise import pointwise
-from ..ops.fill import Assign, Fill, Pad, SliceUpdate, assign, fill, pad
-from ..ops.grouped import (
+from ..ops.experts import (
     ROUTINGS,
     Dispatch,
     GroupedMatmul,
@@ -34,6 +33,7 @@ from ..ops.grouped import (
     grouped_outer,
     top_k,
 )
+from ..ops.fill import Assign, Fill, Pad, SliceUpdate, assign, fill, pad
 from ..ops.index import Gather, Scatter, Sort, arange, gather, sort, take_along
 from ..ops.kv_cache import Append, Cache, InitialState, append, cache, initial_state
 from ..ops.layout import KeepAlive, StopGradient, contiguous_copy, expand, keep_alive, slice_axis, stop_gradient

@@ -26,7 +26,7 @@ from ..errors import BindingError, FormatError, GraphError, UnsupportedError
 from ..hardware.specs import Hardware, load_hardware
 from ..hardware.tables import Column, Fact, Table
 from ..hardware.units import format_quantity
-from ..ir.graph import Graph, bindings, known_names, need_choice
+from ..ir.graph import VIEWS, Graph, bindings, known_names, need_choice
 from ..notation.progress import progressing
 from ..notation.validation import Count, Rule, Size, at_least, one_of, read_fields, read_record
 from ..ops.einsum import Einsum
@@ -712,9 +712,7 @@ class Validation(Table):
         list of Path
             The written files.
         """
-        from ..analysis.registrations import plotter
-
-        drawn: list[Path] = plotter("validation")(self, directory)
+        drawn: list[Path] = VIEWS["plot_validation"](self, directory)
         return drawn
 
     def save(self, path: str | os.PathLike[str]) -> None:

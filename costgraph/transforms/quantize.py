@@ -41,8 +41,8 @@ from ..ir.strides import windows_along
 from ..notation.pattern import Affine, Axes, Pattern
 from ..ops.einsum import Einsum
 from ..ops.elementwise import cast, pointwise
+from ..ops.experts import GroupedMatmul
 from ..ops.fill import Assign
-from ..ops.grouped import GroupedMatmul
 from ..ops.index import Gather, gather
 from ..ops.kv_cache import Append, Cache
 from ..ops.layout import Concat, Expand, KeepAlive, Rearrange, Slice, expand, rearrange

@@ -4,7 +4,7 @@ import numpy as np
 from pulls import check
 
 import costgraph as cg
-from costgraph.ops.grouped import grouped_outer
+from costgraph.ops.experts import grouped_outer
 
 #: Seven rows for three experts; the second one gets none.
 ENDS = np.array([2.0, 2.0, 7.0])

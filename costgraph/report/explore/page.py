@@ -34,7 +34,7 @@ from ...analysis.work import DeviceQuestion, Rates, Work, works
 from ...errors import CostGraphError, FormatError, SpecError, UnsupportedError
 from ...hardware.file import LINK_KINDS
 from ...hardware.specs import Hardware, list_hardware, load_hardware
-from ...ir.graph import SHOWN, Graph, InFlightMicroBatches, bindings, conditions, known_names, need_choice, stages
+from ...ir.graph import Graph, InFlightMicroBatches, bindings, conditions, known_names, need_choice, stages
 from ...notation.progress import progressing
 from ...ops.collectives import Send
 from ...optimizers import OPTIMIZERS
@@ -562,6 +562,3 @@ def explore(graph: str | Graph, path: str | os.PathLike[str] | None = None, /, *
     if path is not None:
         page.save(path)
     return page
-
-
-SHOWN["explore"] = explore

@@ -20,8 +20,8 @@ from ...ir.graph import Domain, Graph, Op, OpKind, Tensor, bindings, known_names
 from ...ir.strides import numel
 from ...ops.collectives import Collective, LocalShard, Merge, Meshed, Pack, Unshard
 from ...ops.elementwise import Pointwise
+from ...ops.experts import Dispatch, TopK
 from ...ops.fill import Assign, Fill, SliceUpdate
-from ...ops.grouped import Dispatch, TopK
 from ...ops.index import Arange, Gather, Indexed, Sort
 from ...ops.kv_cache import Append, Cache
 from ...ops.layout import Concat, Expand, KeepAlive, Rearrange, Slice, StopGradient

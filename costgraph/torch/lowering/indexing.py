@@ -11,7 +11,7 @@ import torch
 from ...errors import GraphError
 from ...ir.graph import OpKind
 from ...ops.collectives import Merge
-from ...ops.grouped import Dispatch, GroupedMatmul, GroupedOuter, TopK
+from ...ops.experts import Dispatch, GroupedMatmul, GroupedOuter, TopK
 from ...ops.index import Gather, Scatter, Sort
 from .context import LoweringContext, lowering
 from .elementwise import item

@@ -27,7 +27,7 @@ from ...ir.graph import (
 from ...ir.strides import numel
 from ...ops.einsum import Einsum
 from ...ops.elementwise import Pointwise
-from ...ops.grouped import Dispatch, GroupedMatmul, GroupedOuter
+from ...ops.experts import Dispatch, GroupedMatmul, GroupedOuter
 from ...ops.index import Indexed, Scatter
 from ...ops.layout import Expand, KeepAlive, Rearrange, StopGradient
 from ...ops.loops import Undef

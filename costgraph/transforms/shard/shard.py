@@ -32,8 +32,8 @@ from ...ir.strides import contiguous
 from ...notation.validation import Rule
 from ...ops.collectives import need_of_all
 from ...ops.elementwise import Pointwise
+from ...ops.experts import GroupedMatmul, GroupedOuter
 from ...ops.fill import DenseFactory
-from ...ops.grouped import GroupedMatmul, GroupedOuter
 from ...ops.index import Scatter
 from ...ops.layout import Expand, Rearrange, Slice
 from ...ops.loops import Empty, Kernel, Stacked

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...ir.graph import Graph, Op, Placement, Tensor
 from ...ops.collectives import Collective, Merge
 from ...ops.elementwise import Pointwise
-from ...ops.grouped import Dispatch, GroupedMatmul
+from ...ops.experts import Dispatch, GroupedMatmul
 from ...ops.index import Gather, Indexed
 from .choice import Routing
 from .fsdp import ParamGroups

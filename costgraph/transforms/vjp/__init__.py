@@ -12,7 +12,7 @@ from ...ops.collectives import (
     Send,
     Unshard,
 )
-from ...ops.grouped import Dispatch
+from ...ops.experts import Dispatch
 from ...ops.kv_cache import Append
 from ...ops.layout import StopGradient
 from ...ops.opaque import CustomCall

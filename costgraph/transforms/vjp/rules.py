@@ -16,10 +16,10 @@ from ...notation.pattern import Affine, Axes, Pattern
 from ...ops.collectives import Collective, collective
 from ...ops.einsum import Einsum, contract
 from ...ops.elementwise import Dropout, Pointwise, cast, pointwise
+from ...ops.experts import GroupedMatmul, GroupedOuter, TopK, grouped_outer
 from ...ops.fill import Assign, Fill, Pad, SliceUpdate, fill, pad
 from ...ops.fourier import Fourier, ViewAs, joined, real_part, view_as
 from ...ops.functions import FUNCTIONS, names_in
-from ...ops.grouped import GroupedMatmul, GroupedOuter, TopK, grouped_outer
 from ...ops.index import Arange, Gather, Scatter, Sort, gather, scatter
 from ...ops.kv_cache import Cache, InitialState
 from ...ops.layout import (

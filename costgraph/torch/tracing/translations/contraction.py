@@ -12,8 +12,8 @@ from ....ir.strides import windows_along
 from ....nn.conv import convolved, pooling, spread
 from ....ops.einsum import Einsum, einsum
 from ....ops.elementwise import pointwise
+from ....ops.experts import GroupedMatmul, grouped_outer
 from ....ops.fill import pad
-from ....ops.grouped import GroupedMatmul, grouped_outer
 from ....ops.layout import broadcast, concat, permute, reshape, slice_axis
 from ....ops.reduce import Pool
 from ..call import Call

@@ -13,8 +13,8 @@ from ....ir.graph import Tensor, apply
 from ....ir.strides import Sizes, memory_order
 from ....nn.activations import one_kernel
 from ....ops.elementwise import cast, pointwise
+from ....ops.experts import TopK
 from ....ops.fill import assign, fill, pad
-from ....ops.grouped import TopK
 from ....ops.index import Arange, Gather, Scatter, Sort, reverse, scatter, take_along
 from ....ops.layout import Rearrange, broadcast, concat, permute, reshape, roll, slice_axis, split
 from ....ops.loops import Empty, fused
