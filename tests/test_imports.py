@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from functools import cache
@@ -133,6 +134,13 @@ def imports(module: str, source: str, *, types: bool = True) -> set[str]:
     return found - {module}
 
 
+def main_names(package: str) -> list[tuple[str, str]]:
+    """Return the names that a package's docstring lists, each with its module."""
+    lines = (ast.get_docstring(parsed(MODULES[package].read_text(encoding="utf-8"))) or "").splitlines()
+    rows = [re.findall(r"`(\w+)`", line) for line in lines if line.startswith("- `")]
+    return [(f"{package}.{module}", name) for module, *names in rows for name in names]
+
+
 @cache
 def imported(module: str) -> set[str]:
     """Return a module's imports; read lazily, since collecting tests would otherwise parse the whole package."""
@@ -173,6 +181,17 @@ def test_lazy_imports_match_type_checking_imports(package):
     }
     later = {(m, n) for m, names in module._LATER.items() for n in names.split()}
     assert {(m, n) for m, names in type_imports.items() for n in names} == later
+
+
+PACKAGES = [m for m, path in MODULES.items() if m and path.name == "__init__.py"]
+
+
+@each("package", [p for p in PACKAGES if "__all__" not in MODULES[p].read_text(encoding="utf-8") and p != "cli"])
+def test_packages_list_their_main_names(package):
+    names = main_names(package)
+    assert 1 <= len(names) <= 15
+    missing = [n for n in names if not hasattr(importlib.import_module(f"costgraph.{n[0]}"), n[1])]
+    assert not missing, f"costgraph.{package} lists {missing}, which do not exist"
 
 
 @each("module", [m for m in MODULES if m and not m.startswith("models")])

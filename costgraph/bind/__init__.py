@@ -1,1 +1,7 @@
-"""Evaluation: bind sizes in formulas, for single points or arrays."""
+"""Evaluation: bind sizes in formulas, for single points or arrays.
+
+Start with these names:
+
+- `evaluate`: `Formula`, `evaluate`, `compile`, `answer`
+- `grid`: `sweep`
+"""
