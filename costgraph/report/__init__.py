@@ -39,7 +39,7 @@ _LATER = {
     "data": "Part Peak",
     "formula": "common_part formula_latex formula_python formula_text",
     "plots": "plot_roofline plot_timeline plots",
-    "formatting": "Figure",
+    "quantities": "Figure",
 }
 
 if not TYPE_CHECKING:
