@@ -113,7 +113,7 @@ def test_fallback(capsys):
 def test_json_and_csv_go_to_files_and_to_the_output(capsys, tmp_path):
     g = load("llama-3-8b")
     data = json.loads(run_ok(capsys, "report", *LLAMA, "--json", "-"))
-    assert data["schema"] == "costgraph/report/1"
+    assert data["schema"] == "costgraph/report/2"
     assert data["figures"]["params"]["value"] == 8_030_261_248
     assert data["peak_memory"]["value"] == cg.peak_memory(g, B=1, S=8192)
     assert data["roofline"]["estimate"]["value"] == cg.roofline(g, "h100-sxm", B=1, S=8192).estimate

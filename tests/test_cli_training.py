@@ -15,6 +15,8 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from costgraph.cli.training_commands import OPTIMIZERS, read_checkpoint
+from costgraph.report.explore.page import views_of
+from costgraph.report.text import plan_json
 
 
 def run(capsys, *words):
@@ -97,6 +99,26 @@ def test_training_options_change_the_step(capsys, tmp_path):
     step = training_step(model(), clip=1.0, checkpoint=cg.every(2), accumulate=3)
     assert report["figures"]["flops"]["value"] == cg.flops(step, **sizes)
     assert report["peak_memory"]["value"] == cg.peak_memory(step, **sizes)
+
+
+@pytest.mark.parametrize("word", ["transformers", "fp32", "chunked:7"])
+def test_loss_option_changes_the_step(capsys, tmp_path, word):
+    cg.save(model(), tmp_path / "lm.json")
+    words = [str(tmp_path / "lm.json"), "D=24", "F=44", "L=4", "V=52", "B=4", "S=7", "--loss", word]
+    loss = cg.chunked_cross_entropy(7) if word == "chunked:7" else word
+    step, sizes = training_step(model(), loss), {"D": 24, "F": 44, "L": 4, "V": 52, "B": 4, "S": 7}
+    report = json.loads(run_ok(capsys, "train", *words, "--json", "-"))
+    assert report["peak_memory"]["value"] == cg.peak_memory(step, **sizes)
+    assert report["figures"]["flops"]["value"] == cg.flops(step, **sizes)
+    checks = json.loads(run_ok(capsys, "plan", *words, "--hardware", "h100-sxm", "--json", "-"))
+    assert checks["checks"] == json.loads(plan_json(cg.plan.preflight(step, "h100-sxm", **sizes)))["checks"]
+    found = json.loads(run_ok(capsys, "search", *words, "--devices", "1", "--hardware", "h100-sxm", "--json", "-"))
+    expected = cg.plan.search(model(), devices=1, hardware="h100-sxm", loss=loss, **sizes)
+    assert [plan["memory"] for plan in found["plans"]] == [plan.memory for plan in expected.rows]
+    (view,) = views_of(model(), [f"train loss={word}"]).values()
+    assert (view.loss, cg.flops(view, **sizes)) == (step.loss, cg.flops(step, **sizes))
+    code, _, err = run(capsys, "train", "mlp", "B=2", "--loss", "huggingface")
+    assert (code, "--loss huggingface: expected cross_entropy, fp32, transformers" in err) == (2, True)
 
 
 def test_checkpoint_policies_parse_from_text():

@@ -297,5 +297,7 @@ def test_micro_batches_in_flight_match_schedule(name):
 def test_systems_and_losses_are_complete():
     """Names tested elsewhere: a new one needs a source."""
     assert SYSTEMS == ("torch", "megatron")
-    # torch.nn.functional, and CLIP's loss
-    assert set(LOSSES) == {"cross_entropy", "contrastive", "binary_cross_entropy", "mean_squared_error"}
+    # torch.nn.functional, transformers (training/test_transformers_loss.py), and CLIP's loss
+    assert set(LOSSES) == {
+        "cross_entropy", "fp32", "transformers", "contrastive", "binary_cross_entropy", "mean_squared_error",
+    }  # fmt: skip

@@ -340,7 +340,7 @@ def test_json_matches_library_answers(tmp_path):
     path = tmp_path / "report.json"
     report(g, "h100-sxm", **SIZES).to_json(path)
     data = json.loads(path.read_text())
-    assert data["schema"] == SCHEMA == "costgraph/report/1"
+    assert data["schema"] == SCHEMA == "costgraph/report/2"
     assert (data["graph"], data["sizes"], data["unbound"]) == ("mlp", SIZES, [])
     assert data["hardware"] == {"id": "h100-sxm", "name": "NVIDIA H100 SXM5 80GB"}
     assert data["figures"]["flops"] == {

@@ -164,8 +164,8 @@ _Out = Annotated[str, typer.Option("--out", metavar="FILE", help="HTML file to w
 _Views = Annotated[
     list[str] | None,
     typer.Option("--views", metavar="VIEW", help="View of the page (repeatable): forward, prefill, decode or "
-                 "train, with optimizer=, precision=, checkpoint=, accumulate=, clip=, and for one rank dp=, tp=, cp=, "
-                 "ep=, pp=, zero=, sequence, context=, reduce_every_microbatch=, schedule=."),
+                 "train, with optimizer=, precision=, checkpoint=, accumulate=, clip=, loss=, and for one rank dp=, "
+                 "tp=, cp=, ep=, pp=, zero=, sequence, context=, reduce_every_microbatch=, schedule=."),
 ]  # fmt: skip
 
 

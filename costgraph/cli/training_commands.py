@@ -22,6 +22,7 @@ from ..report.formatting import show
 from ..report.text import plan_csv, plan_json, render_plan
 from ..text_file import as_csv, as_json
 from ..transforms.checkpoint import read_checkpoint
+from ..transforms.loss import LOSSES, read_loss
 from ..transforms.offload import offload as on_host
 from ..transforms.precision import POLICIES
 from ..transforms.training import training_step
@@ -56,6 +57,8 @@ _Precision = Annotated[
 ]
 _Checkpoint = Annotated[str, opt.choice("--checkpoint", "POLICY",
     "none, every-block, from-start, every:K, selective:NAME,NAME or keep:NAME,NAME.", _POLICIES)]  # fmt: skip
+_Loss = Annotated[str | None, opt.choice("--loss", "NAME",
+    "transformers, fp32, chunked:N or another loss; by default that of the model.", (*LOSSES, "chunked:"))]  # fmt: skip
 _Accumulate = Annotated[str, typer.Option("--accumulate", metavar="N", help="Micro-batches per update.")]
 _Clip = Annotated[float | None, typer.Option("--clip", metavar="NORM", help="Maximum norm of all gradients.")]
 _Devices = Annotated[str, typer.Option("--devices", metavar="N", help="Number of devices.")]
@@ -68,7 +71,7 @@ _Days = Annotated[float | None, typer.Option("--days", metavar="N", help="Maximu
 
 def _step(
     graph: Graph, optimizer: str, implementation: str | None, precision: str | None, checkpoint: str, accumulate: str,
-    clip: float | None,
+    clip: float | None, loss: str | None,
 ) -> Graph:  # fmt: skip
     kind = OPTIMIZERS.get(optimizer)
     if kind is None:
@@ -79,16 +82,17 @@ def _step(
     for name in () if policy is None else policy.names:
         if not any(f"/{name}/" in f"/{op.name}/" for op in graph.walk()):
             raise FormatError(f"--checkpoint: no op is in {shorten(name)}, expected a scope, a kernel or an op")
-    return training_step(graph, None, instance, precision, policy, micro_batches, clip=clip)
+    function = None if loss is None else read_loss(loss)
+    return training_step(graph, function, instance, precision, policy, micro_batches, clip=clip)
 
 
 @command("train")
 def train_command(
     model: opt.Model, sizes: opt.Sizes = None, hardware: opt.Hardware = None, optimizer: _Optimizer = "adamw",
     implementation: _Implementation = None, precision: _Precision = None, checkpoint: _Checkpoint = "none",
-    accumulate: _Accumulate = "1", clip: _Clip = None, attention: opt.Attention = None, dtype: opt.Format = None,
-    dropout: opt.Dropout = None, eager_ops: opt.EagerOps = False, symbolic: opt.Symbolic = False,
-    count: opt.Count = "executed",
+    accumulate: _Accumulate = "1", clip: _Clip = None, loss: _Loss = None, attention: opt.Attention = None,
+    dtype: opt.Format = None, dropout: opt.Dropout = None, eager_ops: opt.EagerOps = False,
+    symbolic: opt.Symbolic = False, count: opt.Count = "executed",
     fallback: opt.Fallback = None, depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False,
     json: opt.Json = None, csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
     device: opt.TargetDevice = None, arch: opt.Arch = None, dp: ranks.Dp = "1", cp: ranks.Cp = "1", tp: ranks.Tp = "1",
@@ -118,7 +122,7 @@ def train_command(
     dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
     graph = load_model(model, attention, dtype, dropout, eager_ops, symbolic)
     steps = ranks.micro_batches_of(accumulate, micro_batches)
-    step = _step(graph, optimizer, implementation, precision, checkpoint, steps, clip)
+    step = _step(graph, optimizer, implementation, precision, checkpoint, steps, clip, loss)
     degrees = {"dp": dp, "cp": cp, "tp": tp, "ep": ep}
     rank = ranks.rank_of(
         step,
@@ -172,7 +176,7 @@ def plan_command(
     model: opt.Model, hardware: opt.Device, sizes: opt.Sizes = None, devices: _Devices = "1", tokens: _Tokens = None,
     mfu: _MFU = None, days: _Days = None, optimizer: _Optimizer = "adamw", implementation: _Implementation = None,
     precision: _Precision = None, checkpoint: _Checkpoint = "none", accumulate: _Accumulate = "1", clip: _Clip = None,
-    attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
+    loss: _Loss = None, attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
     eager_ops: opt.EagerOps = False,
     symbolic: opt.Symbolic = False, fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
@@ -186,7 +190,7 @@ def plan_command(
     check_files(json, csv)
     dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
     graph = load_model(model, attention, dtype, dropout, eager_ops, symbolic)
-    step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip)
+    step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip, loss)
     checks = preflight(
         step, hardware, devices=read_size(devices, "--devices"),
         tokens=None if tokens is None else read_size(tokens, "--tokens"), mfu=mfu, most_days=days, fallback=fallback,
@@ -282,7 +286,7 @@ def search_command(
     dp: _Dp = None, tp: _Tp = None, zero: _Zero = None, sequence: _Sequence = None,
     micro_batch: _MicroBatch = None, accumulate: _Accumulations = None, pp: _Pp = None, cp: _Cp = "1", ep: _Ep = None,
     checkpoint: _Checkpoints = None, schedule: _Schedule = None, virtual_stages: _Virtual = None,
-    offload: _Offload = None,
+    offload: _Offload = None, loss: _Loss = None,
     pareto: _Pareto = False, attention: opt.Attention = None, dtype: opt.Format = None, fallback: opt.Fallback = None,
     workers: _Workers = "1", json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
@@ -309,7 +313,7 @@ def search_command(
     with ProcessPoolExecutor(processes) if processes > 1 else nullcontext() as executor:
         result = search(
             graph, devices=read_size(devices, "--devices"), hardware=hardware, network=network,
-            precision=precision or None, schedule=schedule or "1f1b",
+            loss=None if loss is None else read_loss(loss), precision=precision or None, schedule=schedule or "1f1b",
             virtual_stages=_parse_sizes(virtual_stages, "--virtual-stages"), offload=offload or "none",
             memory=None if memory is None else read_size(memory, "--memory"), overlap=overlap,
             system=system, reduce_every_microbatch=reduce_every_microbatch, keep_gathered=keep_gathered,

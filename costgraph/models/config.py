@@ -516,6 +516,11 @@ class Config:
         return value[0]
 
     @property
+    def is_causal_lm(self) -> bool:
+        """Whether transformers computes the architecture's loss with `ForCausalLMLoss`."""
+        return self.architecture.endswith(("ForCausalLM", "LMHeadModel"))
+
+    @property
     def dtype(self) -> str | None:
         """The format of the weights, None if the file states none."""
         value = self._fields.get("dtype" if self.has("dtype") else "torch_dtype")

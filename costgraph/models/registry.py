@@ -196,7 +196,8 @@ def from_config(
     Returns
     -------
     Graph
-        A graph as from `load`, with the sizes of the file as defaults.
+        A graph as from `load`, with the sizes of the file as defaults. The loss of causal language models is that of
+        transformers, which casts logits to fp32; presets of `load` name `cross_entropy`.
 
     Raises
     ------
@@ -237,6 +238,8 @@ def from_config(
         bindings(graph, {})  # reject sizes that violate conditions of the graph
     except BindingError as error:
         raise FormatError(f"{config.place}: {error}") from None
+    if config.is_causal_lm:
+        graph.loss = "transformers"
     return graph if stored is None else stored(graph)
 
 

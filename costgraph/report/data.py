@@ -16,6 +16,7 @@ from ..analysis.training_memory import activation_memory, bytes_per_param, is_st
 from ..bind.evaluate import Formula
 from ..hardware.specs import Hardware
 from ..ir.graph import Graph
+from ..transforms.loss import loss_title
 from .quantities import Figure, symbolic
 
 __all__ = [
@@ -52,6 +53,8 @@ class Training:
 
     figures: Mapping[str, Figure]
     """by name, see `TRAINING_QUANTITIES`"""
+    loss: str | None = None
+    """title of the loss; None for a traced step"""
     dtype: str | None = None
     """format whose peak rate is used for MFU and HFU, see `main_format`; None without matmuls"""
     others: Mapping[str, float] = field(default_factory=dict)
@@ -73,8 +76,9 @@ def training_of(graph: Graph, dims: Mapping[str, Any], times: Roofline | None) -
         name: Figure(title, unit, ask(graph, **dims), ask(twin))
         for name, (title, unit, ask) in TRAINING_QUANTITIES.items()
     }
+    loss = None if graph.loss is None else loss_title(graph.loss)
     if times is None or not figures["hardware-flops"].value:
-        return Training(figures)
+        return Training(figures, loss)
     dtype = main_format(graph, **dims)
     # the roofline's rate may come from a fallback format
     rate = times.rates.get(f"matmul {dtype}") or float(times.hardware.nearest_rate(dtype)[0])
@@ -84,6 +88,7 @@ def training_of(graph: Graph, dims: Mapping[str, Any], times: Roofline | None) -
 
     return Training(
         figures,
+        loss,
         dtype,
         {name: float(n / figures["hardware-flops"].value) for name, n in other_formats(graph, dtype, **dims).items()},
         mfu=used("model-flops", times.estimate),

@@ -18,7 +18,7 @@ from .formula import formula_text
 
 __all__ = ["SCHEMA", "rows", "to_csv", "to_json"]
 
-SCHEMA = "costgraph/report/1"
+SCHEMA = "costgraph/report/2"
 """schema of the JSON; changes when keys change"""
 
 _COLUMNS = ("part", "name", "quantity", "value", "unit", "formula")
@@ -65,6 +65,7 @@ def _training(r: Facts) -> dict[str, Any] | None:
     utilization = {"mfu": r.training.mfu, "hfu": r.training.hfu, "most_mfu": r.training.most_mfu}
     return {
         "figures": {name: _figure(f.value, f.unit, f.formula) for name, f in r.training.figures.items()},
+        "loss": r.training.loss,
         "dtype": r.training.dtype,
         "others": dict(r.training.others),
         **{name: {"value": value, "unit": "1"} for name, value in utilization.items()},

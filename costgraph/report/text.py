@@ -55,6 +55,8 @@ def training_rows(r: Facts) -> Iterator[tuple[str, str]]:
     """Yield label and text of each training figure."""
     if r.training is None:
         return
+    if r.training.loss is not None:
+        yield "loss", clean(r.training.loss)
     for name, figure in r.training.figures.items():
         label = f"  {_PARTS[name] or figure.title}" if name in _PARTS else figure.title
         yield label, amount(figure.value, figure.unit)

@@ -62,7 +62,7 @@ def from_config(
         The model in `eval()` mode without a cache. Inputs are tokens (B, S), plus (B, T) for encoder-decoder models, or
         B images. Outputs are only the token logits if the class returns any, otherwise everything. Depth is the symbol
         L (one per stack) with the file's layer count as default, or a number if no three consecutive layers are equal.
-        Models with token logits have `cross_entropy` as their loss.
+        Models with token logits have a loss: `transformers` if they are causal language models, else `cross_entropy`.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def from_config(
     )
     with graph:
         if graph.outputs[0].ndim == 3 and graph.outputs[0].sizes[-1] == getattr(model.config, "vocab_size", None):
-            graph.outputs, graph.loss = graph.outputs[:1], "cross_entropy"
+            graph.outputs, graph.loss = graph.outputs[:1], "transformers" if config.is_causal_lm else "cross_entropy"
     try:
         return fold(graph, default=True)
     except GraphError:  # no stack with three equal layers: keep the graph unfolded

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from ..algebra.polynomial import Poly
-from ..algebra.symbols import shown
+from ..algebra.symbols import read_size, shorten, shown
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
-from ..errors import GraphError, ShapeError, UnsupportedError
+from ..errors import FormatError, GraphError, ShapeError, UnsupportedError
 from ..ir.graph import Graph, Op, Tensor, apply, current_graph, module, need_tensor, opened, positive
 from ..nn.losses import binary_cross_entropy, cross_entropy
 from ..nn.norms import over_the_batch
@@ -17,7 +18,7 @@ from ..ops.einsum import Einsum, einsum
 from ..ops.elementwise import Pointwise, cast, pointwise
 from ..ops.fill import fill
 from ..ops.index import arange
-from ..ops.layout import rearrange
+from ..ops.layout import KeepAlive, keep_alive, rearrange
 from ..ops.loops import Kernel, fused, kernel, scan
 from ..ops.operators import transpose
 from ..ops.reduce import reduce
@@ -25,7 +26,10 @@ from .rewrite import Rewriter
 
 __all__ = [
     "Trained",
+    "LOSSES",
     "Loss",
+    "loss_title",
+    "read_loss",
     "with_loss",
     "chunked_cross_entropy",
 ]
@@ -62,6 +66,38 @@ def _cross_entropy(logits: Tensor) -> Tensor:
     return cross_entropy(logits, targets)
 
 
+def _to(logits: Tensor, dtype: DType) -> Tensor:
+    """Cast logits to a dtype; logits declared in it state the request, which a precision policy follows."""
+    if logits.dtype != dtype:
+        return cast(logits, dtype)
+    return apply(KeepAlive(requested_dtype=dtype, fixed=True), [logits], "to")[0]
+
+
+def _cross_entropy_in_fp32(logits: Tensor) -> Tensor:
+    """Return the cross-entropy of logits cast to fp32, as torchtitan and torchtune compute it."""
+    return _cross_entropy(_to(logits, find_dtype("fp32")))
+
+
+def _transformers(logits: Tensor) -> Tensor:
+    """Return the loss of causal language models in transformers >= 4.49, against labels declared as an input.
+
+    `ForCausalLMLoss` in loss/loss_utils.py casts logits to fp32, and pads and shifts the labels, not the logits. Its
+    variables, and the logits of the model's `forward`, live until the loss is computed. `Trainer.compute_loss` then
+    drops the model's outputs: the log-probabilities and shifted labels are saved for the backward pass, the logits are
+    freed. Releases up to 4.48 also copied the logits to shift them.
+
+    Copies with the size of the labels stand for the padded and the shifted ones: a shift along the sequence would
+    gather it on the ranks of context parallelism, which get shifted labels (`shift_labels=`).
+    """
+    if logits.ndim < 2:
+        raise ShapeError(f"loss 'transformers' of {logits!r}: expected an axis of positions and one of the vocabulary")
+    labels = logits.graph.input("labels", [n.expr for n in logits.sizes[:-1]], dtype="int64")
+    with module(logits.graph, "loss"):
+        wide = _to(logits, find_dtype("fp32"))
+        padded = pointwise("copy", labels, name="pad")
+        return keep_alive(cross_entropy(wide, pointwise("copy", padded, name="shift")), logits, wide, padded)
+
+
 def _contrastive(logits: Tensor) -> Tensor:
     """Return the mean cross-entropy over rows and over columns, where row n matches column n.
 
@@ -92,14 +128,43 @@ def _mean_squared_error(predictions: Tensor) -> Tensor:
 #: Losses by the names that models use.
 LOSSES: Mapping[str, Loss] = {
     "cross_entropy": _cross_entropy,
+    "fp32": _cross_entropy_in_fp32,
+    "transformers": _transformers,
     "contrastive": _contrastive,
     "binary_cross_entropy": _binary_cross_entropy,
     "mean_squared_error": _mean_squared_error,
 }
 
 
+#: Titles in reports, for names that do not say enough.
+_TITLES = {"fp32": "cross-entropy of fp32 logits", "transformers": "transformers >= 4.49 (fp32 logits)"}
+
+
+def loss_title(name: str) -> str:
+    """Return the title in reports of a loss that a graph names."""
+    return _TITLES.get(name, name)
+
+
+def read_loss(text: str) -> str | Loss:
+    """Parse a loss from the command line: a name, or `chunked:N` for a cross-entropy over N chunks of positions.
+
+    Raises FormatError for other texts.
+
+    Examples
+    --------
+    >>> read_loss("transformers")
+    'transformers'
+    """
+    name, colon, argument = text.partition(":")
+    if name == "chunked" and colon:
+        return chunked_cross_entropy(read_size(argument, "--loss chunked"))
+    if text not in LOSSES:
+        raise FormatError(f"--loss {shorten(text)}: expected {', '.join(LOSSES)} or chunked:N")
+    return text
+
+
 def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
-    """Return the graph with its loss as the only output.
+    """Return the graph with its loss as the only output, which `Graph.loss` still names.
 
     The loss is a name such as `cross_entropy`, or a function of the outputs that returns a scalar. Default: the loss
     that the graph names, or its only output if that is a scalar. Raises GraphError if there is neither.
@@ -109,9 +174,10 @@ def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
     scalars = [t for t in graph.outputs if not t.sizes]
     new = Trained().run(graph)
     with new:
-        new.loss = None
         if loss is not None or len(scalars) != 1 or len(graph.outputs) != 1:
             new.outputs = [_apply_loss(new, named)]
+            name = named if isinstance(named, str) else getattr(named, "__name__", None)
+            new.loss = name if isinstance(name, str) else None
     return new
 
 
@@ -180,15 +246,26 @@ def chunked_cross_entropy(chunks: object, *, dtype: str | DType | None = None) -
     12.36 GB
     """
     count = positive("chunked_cross_entropy: chunks", chunks)
-    logits_dtype = None if dtype is None else find_dtype(dtype)
+    return _ChunkedCrossEntropy(count, None if dtype is None else find_dtype(dtype))
 
-    def loss(*outputs: Tensor) -> Tensor:
+
+@dataclass(frozen=True)
+class _ChunkedCrossEntropy:
+    """Loss over chunks of positions; unlike a nested function it can be sent to other processes."""
+
+    count: Poly
+    dtype: DType | None
+
+    @property
+    def __name__(self) -> str:
+        cast_text = "" if self.dtype is None else f", dtype={self.dtype.name}"
+        return f"chunked_cross_entropy({self.count}{cast_text})"
+
+    def __call__(self, *outputs: Tensor) -> Tensor:
         need_tensor("chunked_cross_entropy", *outputs)
         if len(outputs) != 1:
             raise UnsupportedError(f"chunked_cross_entropy of {len(outputs)} outputs, expected only logits")
-        return _chunked_loss(outputs[0], count, logits_dtype)
-
-    return loss
+        return _chunked_loss(outputs[0], self.count, self.dtype)
 
 
 def _chunked_loss(logits: Tensor, count: Poly, logits_dtype: DType | None) -> Tensor:
@@ -210,7 +287,7 @@ def _chunked_loss(logits: Tensor, count: Poly, logits_dtype: DType | None) -> Te
             for op in chain:
                 _replay(op, chunk_tensors)
             chunk_logits = chunk_tensors[logits]
-            cast_logits = chunk_logits if logits_dtype is None else cast(chunk_logits, logits_dtype)
+            cast_logits = chunk_logits if logits_dtype is None else _to(chunk_logits, logits_dtype)
             return total + cross_entropy(cast_logits, part[1]), ()
 
     dtype = logits.dtype if logits_dtype is None else logits_dtype

@@ -85,8 +85,10 @@ def training_step(
     graph : Graph
         The model; it is not modified.
     loss : str or callable, optional
-        A name such as `cross_entropy`, or a function that takes the outputs and returns a scalar. Default: the loss
-        that the graph names, or its only output if that is a scalar.
+        `cross_entropy` in the format of the logits, `fp32` in fp32, `transformers` as in transformers >= 4.49 (fp32,
+        with the lifetimes of its variables), `contrastive`, `binary_cross_entropy`, `mean_squared_error`, or a function
+        that takes the outputs and returns a scalar. Default: the loss that the graph names, or its only output if that
+        is a scalar.
     optimizer : Optimizer, type or str, optional
         Default: `costgraph.AdamW()` with its foreach implementation. A name (`"adamw"`), a class, or a class of
         `torch.optim` selects that optimizer with its default options.

@@ -41,6 +41,7 @@ from ...optimizers import OPTIMIZERS
 from ...text_file import write_file
 from ...transforms.checkpoint import read_checkpoint
 from ...transforms.inference import decode, prefill
+from ...transforms.loss import read_loss
 from ...transforms.shard.parallelize import CONTEXTS, parallelize
 from ...transforms.training import training_step
 from ..quantities import symbolic
@@ -132,7 +133,7 @@ _DEGREES = ("dp", "tp", "cp", "ep", "pp")
 #: Options of `parallelize` besides degrees; those without a value are flags.
 _RANK_OPTIONS = ("zero", "sequence", "context", "reduce_every_microbatch", "schedule")
 _CHOICES = {"zero": ("0", "1", "2", "3"), "reduce_every_microbatch": ("yes", "no"), "context": CONTEXTS}
-_STEP_OPTIONS = ("optimizer", "precision", "checkpoint", "accumulate", "clip")
+_STEP_OPTIONS = ("optimizer", "precision", "checkpoint", "accumulate", "clip", "loss")
 #: Training steps by their options, shared between the views of ranks.
 _Steps = dict[frozenset[tuple[str, str]], Graph]
 _DEFAULT = (
@@ -198,13 +199,14 @@ def _step(graph: Graph, options: Mapping[str, str]) -> Graph:
     name = options.get("optimizer", "adamw")
     if name not in OPTIMIZERS:
         raise FormatError(f"explore: optimizer={shorten(name)}, expected one of {', '.join(OPTIMIZERS)}")
+    loss = read_loss(options["loss"]) if "loss" in options else None
     policy = read_checkpoint(options.get("checkpoint", "none"))
     accumulate = size_or_name(options.get("accumulate", "1"), "accumulate")
     try:
         clip = float(options["clip"]) if "clip" in options else None
     except ValueError:
         raise FormatError(f"explore: clip={shorten(options['clip'])}, expected a number") from None
-    return training_step(graph, None, OPTIMIZERS[name](), options.get("precision"), policy, accumulate, clip=clip)
+    return training_step(graph, loss, OPTIMIZERS[name](), options.get("precision"), policy, accumulate, clip=clip)
 
 
 def _rank(graph: Graph, options: Mapping[str, str]) -> Graph:
