@@ -5,7 +5,6 @@ import random
 from fractions import Fraction
 from math import ceil
 
-import pytest
 from hypothesis import HealthCheck, settings
 
 VARIABLE = "COSTGRAPH_EXAMPLES"
@@ -32,16 +31,6 @@ def multiplier() -> Fraction | int:
 def examples(n: int) -> int:
     """Return `n` times the multiplier, at least 1."""
     return ceil(n * multiplier())
-
-
-def in_part(cases, nth: int, of: int = 2) -> list:
-    """Mark cases so that a plain run tests each `of`-th one from the `nth` on, and long tests run the others."""
-    given = [c if type(c) is tuple else (c,) for c in cases]  # a tuple has one value per name
-    marked = [pytest.param(*c) if not hasattr(c[0], "marks") else c[0] for c in given]
-    return [
-        c if i % of == nth else pytest.param(*c.values, marks=(*c.marks, pytest.mark.long), id=c.id)
-        for i, c in enumerate(marked)
-    ]
 
 
 def seed() -> int | None:

@@ -1,9 +1,12 @@
 """Choose the cases that a plain run leaves out: `PYTHONPATH=tests python -m pytest -q -n 2 -p calls_covered`.
 
 A pytest plugin. It notes the calls inside the library (line of the caller and function called) and the CPU time of each
-test. From the slowest on, it moves cases to `long_cases.txt` if other tests make all of their calls, as long as each
-test function keeps a case, or the function is slow enough to move as a whole. The tests run several times slower. A run
-of selected tests writes nothing.
+test. From the slowest on, it lists cases in `long_cases.txt` if other tests make all of their calls, as long as each
+test function keeps a case, or the function is slow enough to move as a whole. Cases listed before stay under the same
+condition, however fast they are. The tests run several times slower. A run of selected tests writes nothing.
+
+Use `@pytest.mark.long` for a test that is slow by nature, such as one that starts processes or trains a large model.
+Use `long_cases.txt` for a case that repeats what the remaining cases of its test, or faster tests, already check.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -65,7 +68,8 @@ class CallsCovered:
             rows = [[name, seconds, sorted(calls)] for name, seconds, calls in self.tests]
             session.config.workeroutput["calls"] = json.dumps(rows)
         elif session.config.args == session.config.getini("testpaths"):  # other tests may make the calls of a part
-            LONG_CASES.write_text("".join(f"{name}\n" for name in left_out(self.tests)), encoding="utf-8")
+            listed = {*LONG_CASES.read_text(encoding="utf-8").splitlines()}
+            LONG_CASES.write_text("".join(f"{name}\n" for name in left_out(self.tests, listed)), encoding="utf-8")
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -74,8 +78,8 @@ class CallsCovered:
             self.tests.append((name, seconds, frozenset(calls)))
 
 
-def left_out(tests: list[Test]) -> list[str]:
-    """Return the slow cases without which every call is still made by another test."""
+def left_out(tests: list[Test], listed: Set[str]) -> list[str]:
+    """Return the slow or listed cases without which every call is still made by another test."""
     times = Counter(call for _, _, calls in tests for call in calls)
     cases = Counter(name.partition("[")[0] for name, _, _ in tests)
     slowest = sorted(tests, key=lambda test: (-test[1], test[0]))
@@ -88,7 +92,7 @@ def left_out(tests: list[Test]) -> list[str]:
             chosen.append(name)
 
     for name, seconds, calls in slowest:
-        if seconds >= SLOW_CASE and cases[name.partition("[")[0]] > 1:
+        if (seconds >= SLOW_CASE or name in listed) and cases[name.partition("[")[0]] > 1:
             leave_out(name, calls)
     for name, seconds, calls in slowest:
         if seconds >= SLOW_FUNCTION and name not in chosen and not name.removeprefix("tests/").startswith(KEPT):

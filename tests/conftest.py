@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from functools import cache
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ sys.dont_write_bytecode = False
 
 # graphs are cycles of many small live objects; the default collection threshold of 700 costs a tenth of a run
 gc.set_threshold(50_000, 20, 100)
+gc.disable()  # until all tests are collected: modules and test items stay alive
 
 TESTS = Path(__file__).resolve().parent
 LONG_CASES = TESTS / "long_cases.txt"
@@ -40,11 +41,8 @@ IMPORT = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
 
 @cache
 def torch_is_missing():
-    try:
-        import_module("torch.nn")
-    except ImportError:
-        return True
-    return False
+    spec = find_spec("torch")
+    return spec is None or spec.origin is None  # a directory without a module has no origin
 
 
 @cache
@@ -93,7 +91,8 @@ def set_aside():
 
 
 def pytest_collection_finish():
-    set_aside()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

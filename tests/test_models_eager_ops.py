@@ -6,7 +6,6 @@ tests/with_torch/test_zoo_traced.py checks their values and peaks against the re
 from itertools import product
 
 import pytest
-from budget import in_part
 
 import costgraph as cg
 from costgraph import models
@@ -26,7 +25,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize(("name", "attention"), in_part(product(NAMES, ["eager", "flash"]), 0, 3))
+@pytest.mark.parametrize(("name", "attention"), list(product(NAMES, ["eager", "flash"])))
 def test_eager_models_have_same_parameters_and_matmuls_as_kernels(name, attention):
     plain, composed = (models.load(name, attention=attention, eager_ops=c) for c in (False, True))
     assert cg.param_count(composed) == cg.param_count(plain)

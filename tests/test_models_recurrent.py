@@ -1,7 +1,6 @@
 """Recurrent models: published sizes, decode state, and configurations."""
 
 import pytest
-from budget import in_part
 from each import each
 from shared import load, training_step
 
@@ -93,7 +92,7 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options"), in_part([pytest.param(*way) for way in WAYS], 0, 4))
+@pytest.mark.parametrize(("name", "options"), WAYS)
 def test_report_training_step_and_symbolic_sizes(name, options):
     g = load(name, **options)
     sizes = {"B": 1, "S": 512}

@@ -2,7 +2,6 @@
 
 import pytest
 import sympy
-from budget import in_part
 from shared import load, training_step
 
 import costgraph as cg
@@ -112,7 +111,7 @@ def test_gradient_buffers_inherit_parameter_placement(stage):
     testing.check_sharded(whole, rank, B=2, S=2, D=4, H=4, G=2, K=2, F=4, L=2, V=4)
 
 
-@pytest.mark.parametrize("stage", in_part([3, 0, 1, 2], 0, 4))
+@pytest.mark.parametrize("stage", [3, 0, 1, 2])
 def test_accumulated_gradients_are_reduced_once(stage):
     whole = step("llama-2-13b", cg.AdamW(), precision="bf16-master", accumulate=3)
     each, once = (
@@ -138,7 +137,7 @@ def test_partial_sums_are_reduced_in_accumulation_dtype():
         cg.shard(whole, cg.mesh(dp=2), split, gather=policy, reduce_every_microbatch=False)
 
 
-@pytest.mark.parametrize("count", in_part([2, "N"], 0))
+@pytest.mark.parametrize("count", [2, "N"])
 def test_last_micro_batch_reduces_accumulated_gradients_by_unit(count):
     """HSDP in mixed precision: gather in bf16, accumulate and reduce in fp32, one scatter and all-reduce per unit."""
     times, n = (count, {}) if count == 2 else (cg.dims(count), {count: 3})

@@ -1,7 +1,6 @@
 """Pipelines in a plan search: every stage against a separately derived graph with its own depth."""
 
 import pytest
-from budget import in_part
 
 import costgraph as cg
 
@@ -67,7 +66,7 @@ def same(model, plan, depth, **options):
     assert "idle" in plan.parts or (plan.schedule, plan.pp) == ("dualpipe", 2)
 
 
-@pytest.mark.parametrize("depth", in_part([7, 8, 13], 0, 3))
+@pytest.mark.parametrize("depth", [7, 8, 13])
 def test_stage_plans_match_separate_graphs(model, depth):
     result = cg.plan.search(model, **FEW, L=depth, pp=(2, 4), zero=(0, 1), tp=(1, 13), sequence=True)
     assert {p.pp for p in result.rows} == {2, 4}
@@ -76,7 +75,7 @@ def test_stage_plans_match_separate_graphs(model, depth):
         same(model, plan, depth)
 
 
-@pytest.mark.parametrize("zero", in_part([1, 0, 2, 3], 0, 4))
+@pytest.mark.parametrize("zero", [1, 0, 2, 3])
 def test_once_reduced_stage_gradients_match_separate_graphs(model, zero):
     few = {**FEW, "L": 7, "pp": 2, "zero": zero, "tp": (1, 13), "sequence": True, "precision": "bf16-mixed"}
     result = cg.plan.search(model, **{**few, "reduce_every_microbatch": False})

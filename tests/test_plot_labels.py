@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lazy import lazy_import
 from shared import load, training_step
 
 import costgraph as cg
@@ -14,13 +15,10 @@ from costgraph.report import plot_timeline
 from costgraph.report.figures import COLORS, PALETTE
 from costgraph.report.plots import _ROLES, place_labels
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("torch")
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.text import Text
-
 from costgraph.torch.validation import Validation
+
+lazy_import("matplotlib")
 
 MEASURED = Path(__file__).parent / "measured/validate-cpu.json"
 SIZES = {"B": 1, "S": 2039}
@@ -34,6 +32,8 @@ def llama(kind="forward"):
 
 def boxes(figure):
     """Return every drawn text with its bounding box in pixels."""
+    from matplotlib.text import Text
+
     figure.savefig("/dev/null", format="png")
     renderer = figure.canvas.get_renderer()
     shown = [t for t in figure.findobj(Text) if t.get_text() and t.get_visible()]
@@ -130,6 +130,9 @@ def test_capacity_line_leaves_room_for_memory(times):
 
 
 def test_plots_without_room_are_refused():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(1, 1))
     FigureCanvasAgg(figure)
     ax = figure.subplots()

@@ -2,11 +2,12 @@ import subprocess
 import sys
 
 import pytest
+from lazy import lazy_import
 
 import costgraph as cg
 from costgraph.report import plot_roofline, plot_timeline
 
-pytest.importorskip("matplotlib")
+lazy_import("matplotlib")
 
 SIZES = {"B": 8, "D": 64, "F": 256}
 

@@ -11,8 +11,8 @@ from shared import load
 import costgraph as cg
 from costgraph.cli import main
 
-DEVICES = [cg.load_hardware(name) for name in cg.list_hardware()]
-MATRIX = [d for d in DEVICES if {"bf16", "fp16"} & set(d.peak)]
+#: Devices with a rate for 16-bit matrices.
+MATRIX = [name for name in cg.list_hardware() if name != "a30"]
 S = 8192
 
 
@@ -31,12 +31,13 @@ H100 = 85_017_493_504
 
 
 def test_all_devices_with_16_bit_rate_are_covered():
-    assert {d.id for d in DEVICES} - {d.id for d in MATRIX} == {"a30"}
+    assert {n for n in cg.list_hardware() if {"bf16", "fp16"} & set(cg.load_hardware(n).peak)} == {*MATRIX}
     assert len(MATRIX) > 40
 
 
-@each("device", MATRIX, ids=lambda d: d.id)
-def test_single_sequence_decode_is_memory_bound(device):
+@each("name", MATRIX)
+def test_single_sequence_decode_is_memory_bound(name):
+    device = cg.load_hardware(name)
     # devices without a bf16 rate use the fp16 rate, and devices without a vector rate use the matrix unit's
     estimate = cg.roofline(LLAMA, device, fallback="bf16" if "bf16" in device.peak else "fp16", B=1, S=S)
     assert {row.bound for row in estimate.rows} == {"memory"}

@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 import sympy
-from budget import in_part
 from shared import load, parallelize, training_step
 
 import costgraph as cg
@@ -219,7 +218,7 @@ def played(s, schedule, m, sizes):
     return found.makespan + max(once)
 
 
-@pytest.mark.parametrize("m", in_part([1, 3, 4, 11], 0, 2))
+@pytest.mark.parametrize("m", [1, 3, 4, 11])
 @pytest.mark.parametrize(("schedule", "most"), [("gpipe", 1), ("1f1b", 1.07)])
 def test_step_time_matches_simulated_events(schedule, most, m):
     _, s = cut(llama(), 4, schedule=schedule)
@@ -258,7 +257,7 @@ def test_equal_stages_take_exactly_the_simulated_time(schedule):
             assert found.constant == events.makespan + 17
 
 
-@pytest.mark.parametrize(("schedule", "overlap"), in_part(product(["gpipe", "1f1b"], ["streams", "ideal"]), 0, 3))
+@pytest.mark.parametrize(("schedule", "overlap"), list(product(["gpipe", "1f1b"], ["streams", "ideal"])))
 def test_overlapped_collectives_take_simulated_time_of_shorter_passes(schedule, overlap):
     """Each device has its own streams; time exposed on them is spread over its passes."""
     _, s = cut(llama(), 4, schedule=schedule, dp=2)

@@ -6,12 +6,13 @@ import sys
 import numpy as np
 import pytest
 from each import each
+from lazy import lazy_import
 from shared import load, training_step
 
 import costgraph as cg
 from costgraph import BindingError
 
-xarray = pytest.importorskip("xarray")
+xarray = lazy_import("xarray")
 
 B, S, D, F, bandwidth, peak_bf16 = cg.dims("B S D F bandwidth peak_bf16")
 DEVICES = ["a100-80-sxm", "h100-sxm", "v100-sxm2-16gb"]

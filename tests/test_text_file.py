@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from budget import examples, in_part
+from budget import examples
 from limits import limited
 
 import costgraph as cg
@@ -102,7 +102,7 @@ def child(act):
     return os.waitpid(number, 0)[1]
 
 
-@pytest.mark.parametrize("nth", in_part(range(4), 0, 4))
+@pytest.mark.parametrize("nth", range(4))
 def test_writer_killed_at_any_line_leaves_old_or_new_content(writers, tmp_path, nth):
     first, second, contents = writers
     path = tmp_path / "file"

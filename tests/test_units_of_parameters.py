@@ -1,7 +1,6 @@
 """FSDP units under system policies: collectives match torch, and the step computes the same values."""
 
 import pytest
-from budget import in_part
 from each import each
 from test_shard import DATA, SIZES, N, over, step
 
@@ -33,7 +32,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", in_part(POLICIES, 0, 2))
+@pytest.mark.parametrize("name", POLICIES)
 def test_unit_has_one_collective_per_direction(name):
     policy, (root, layers, again, layers_again) = POLICIES[name]
     rank = sharded(step(), cg.FullyShard("dp", **policy))
@@ -61,7 +60,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", in_part(FORMATS, 0, 2))
+@pytest.mark.parametrize("name", FORMATS)
 def test_unit_gathers_and_reduces_in_policy_dtypes(name):
     policy, again, gathered, reduced = FORMATS[name]
     graph = step(precision=cg.Policy("mixed", params="fp32", compute="bf16"))

@@ -1,7 +1,7 @@
 """Patterns, formulas, relations, sizes, names and units: hostile, mutated and random texts from users."""
 
 import pytest
-from budget import examples, in_part
+from budget import examples
 from guard import outcome, refused
 from hostile import FORMULAS, TEXTS, VALUES, nested
 from hypothesis import HealthCheck, given, settings
@@ -113,7 +113,7 @@ def test_hostile_names_are_taken_or_refused(reader):
         outcome(reader, text)
 
 
-@pytest.mark.parametrize("text", in_part(FORMULAS, 0, 4), ids=lambda t: t[:30])
+@pytest.mark.parametrize("text", FORMULAS, ids=lambda t: t[:30])
 def test_expensive_formulas_are_answered_or_refused_in_time(text):
     parsed = outcome(parse_formula, text)
     outcome(lambda: str(parsed))

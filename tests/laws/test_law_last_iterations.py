@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from budget import drawing, in_part
+from budget import drawing
 from hypothesis import given
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -107,9 +107,7 @@ def test_trained_state_costs_match_torch(learned):
         cg.flops(step, T=1, **SIZES)
 
 
-@pytest.mark.parametrize(
-    ("again", "nested"), in_part([(0, False), (1, False), (2, False), (3, False), (2, True), (3, True)], 0)
-)
+@pytest.mark.parametrize(("again", "nested"), [(0, False), (1, False), (2, False), (3, False), (2, True), (3, True)])
 def test_layers_with_trained_states_match_torch(again, nested):
     """Recomputing several layers together stops early within the last one."""
     policy = cg.every(again, inside=cg.every_block() if nested else None) if again else None
@@ -185,7 +183,7 @@ def answered(step, **sizes):
         return None
 
 
-@pytest.mark.parametrize(("loop", "wants"), in_part([(loop, i) for loop in LOOPS for i in (True, False)], 0, 3))
+@pytest.mark.parametrize(("loop", "wants"), [(loop, i) for loop in LOOPS for i in (True, False)])
 def test_last_iterations_match_unrolled_graph(loop, wants):
     """Compare FLOPs from the closed form, from graphs with numeric iteration counts, and from unrolled graphs."""
     sizes = {"B": 2, "K": 3}
@@ -197,7 +195,7 @@ def test_last_iterations_match_unrolled_graph(loop, wants):
         assert closed == flat or (closed is None and times < 4)  # if both ends differ, both must exist
 
 
-@pytest.mark.parametrize("loop", in_part(LOOPS, 0, 3))
+@pytest.mark.parametrize("loop", LOOPS)
 def test_loops_with_peeled_iterations_keep_the_laws(loop):
     testing.check_training(declared(loop, T, wants=True), T=5, B=2, K=2)
 

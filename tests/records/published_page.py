@@ -6,9 +6,10 @@ writes the page and its figure, which takes some minutes of CPU time.
 """
 
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
-from costgraph.hardware.specs import list_hardware, load_hardware
+from costgraph.hardware.specs import load_hardware
 from costgraph.report.records import hold
 from costgraph.report.records.predictions import spread
 from costgraph.report.records.show import plot_times
@@ -22,7 +23,8 @@ FACTOR = 3
 LAUNCH = 20e-6
 #: Metric that torch's allocator counts exactly.
 COUNTED = "max_memory_allocated"
-DEVICES = {name: load_hardware(name) for name in list_hardware()}
+
+device_of = cache(load_hardware)
 
 HEAD = """\
 # Published measurements of GPUs
@@ -123,7 +125,7 @@ def tiles(given):
 
 def cause(row):
     """Return the reason for a large time ratio if it is computable."""
-    given, tables = row.record.inputs, DEVICES[row.record.device].tables
+    given, tables = row.record.inputs, device_of(row.record.device).tables
     if row.ratio > 1 and row.estimate / row.ops < LAUNCH:
         return f"ops of less than {LAUNCH * 1e6:g} us each by the estimate: launches, and what barely starts"
     steps = given.get("stride_w", 1) * given.get("stride_h", 1)
@@ -136,7 +138,7 @@ def cause(row):
         return "tiles of 128 by 128 are half full at most, and their work explains the time"
     if given.get("op") == "conv" and min(given["C"], given["K"]) < 64:
         return "fewer than 64 channels: tiles of a product are mostly empty"
-    vector = DEVICES[row.record.device].vector.get("fp32")
+    vector = device_of(row.record.device).vector.get("fp32")
     if given.get("dtype") == "int8" and vector is not None:
         rate = 2 * given["M"] * given["N"] * given["K"] / row.seconds if "M" in given else 0
         if 0 < rate < 4 * float(vector):

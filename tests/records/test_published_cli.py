@@ -5,12 +5,14 @@ import re
 
 import pytest
 from each import each
+from lazy import lazy_import
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
 
 from costgraph.cli import app as cli
+
+lazy_import("matplotlib")
 
 INPUTS = {"op": "gemm", "M": 4093, "N": 4099, "K": 4111, "dtype": "fp16"}
 RECORD = {

@@ -316,7 +316,6 @@ OTHERS = {
     "training-speed": ({"sharding": "FSDP"}, {"batch": 3}),
     "fp8-gemm": ({}, {"N": 4091}),
 }  # fmt: skip
-BLACKWELL = [name for name in cg.list_hardware() if cg.load_hardware(name).arch in ("sm_100", "sm_103")]
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -325,8 +324,9 @@ def test_another_generation_of_devices_is_predicted(measured, family):
     like = next(r for r in measured if r.family == family and wanted.items() <= r.inputs.items()
                 and predict(r, LAST).ratio is not None and r.what != "peak memory")  # fmt: skip
     before = predict(replace(like, inputs=like.inputs | changed), LAST)
-    assert BLACKWELL
-    for device in BLACKWELL:
+    blackwell = [name for name in cg.list_hardware() if cg.load_hardware(name).arch in ("sm_100", "sm_103")]
+    assert blackwell
+    for device in blackwell:
         row = predict(replace(like, device=device, inputs=like.inputs | changed), LAST)
         # errors name a missing link or interconnect
         if row.reason:

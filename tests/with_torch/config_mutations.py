@@ -11,13 +11,14 @@ from typing import Any
 
 import config_files
 import torch
-import transformers
 from config_files import FILES
+from lazy import lazy_import
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import costgraph as cg
 from costgraph.models.config import ACTIVATIONS
+
+transformers = lazy_import("transformers")
 
 B, S, M = 2, 5, 7
 #: Modules with more parameters are counted without running.
@@ -34,7 +35,7 @@ def file_of(name: str, *, whole: bool) -> dict[str, Any]:
     lean = config_files.file_of(name)
     if not whole:
         return lean
-    config = CONFIG_MAPPING[FILES[name][0]].from_dict(copy.deepcopy(lean)).to_dict()
+    config = transformers.CONFIG_MAPPING[FILES[name][0]].from_dict(copy.deepcopy(lean)).to_dict()
     return json.loads(json.dumps(config, default=str))
 
 
@@ -50,7 +51,7 @@ def module_of(fields: dict[str, Any], device: str = "meta") -> torch.nn.Module:
     fields = copy.deepcopy(fields)
     fields.pop("dtype", None), fields.pop("torch_dtype", None)
     try:
-        config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+        config = transformers.CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
         config._attn_implementation = config._experts_implementation = "eager"
         with torch.device(device):
             return getattr(transformers, fields["architectures"][0])(config).eval()
@@ -125,7 +126,7 @@ MISSING = Missing()
 
 def names_in(name: str) -> list[str]:
     """Return every field that transformers or the library reads, including aliases."""
-    kind = CONFIG_MAPPING[FILES[name][0]]
+    kind = transformers.CONFIG_MAPPING[FILES[name][0]]
     names = {f.name for f in dataclasses.fields(kind)} | set(kind.attribute_map) | set(file_of(name, whole=True))
     names |= {"num_experts", "num_local_experts", "num_hidden_layers", "num_labels", "rope_scaling", "rope_parameters",
             "partial_rotary_factor", "is_gated_act", "dense_act_fn", "hidden_size", "head_dim", "layer_types",

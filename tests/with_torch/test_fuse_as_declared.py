@@ -8,12 +8,13 @@ positions as complex numbers.
 """
 
 import pytest
+from lazy import lazy_import
 
 import costgraph as cg
 from costgraph.ir.graph import known_names
 from costgraph.torch import from_config
 
-pytest.importorskip("transformers")
+lazy_import("transformers")
 
 NEAR = 0.05
 ENCODER = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 2816, "num_hidden_layers": 4}

@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import sympy
 import torch
+from lazy import lazy_import
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,7 +15,7 @@ from costgraph.torch.tracing.call import Counts
 from costgraph.torch.tracing.rules import RULES
 from costgraph.torch.tracing.translations import TRANSLATIONS
 
-transformers = pytest.importorskip("transformers")
+transformers = lazy_import("transformers")
 SMALL = {"num_hidden_layers": 1, "hidden_size": 40, "intermediate_size": 52, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 #: Each model's config and class; image sizes in place of tokens.

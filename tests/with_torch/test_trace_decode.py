@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from lazy import lazy_import
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from traced import held_by, real_peak
@@ -11,7 +12,7 @@ from traced import held_by, real_peak
 import costgraph as cg
 from costgraph.torch import lower, trace
 
-transformers = pytest.importorskip("transformers")
+transformers = lazy_import("transformers")
 LAYERS, GROUPS, WIDTH, KEPT = 2, 2, 10, 11
 FACTS = {
     "num_hidden_layers": LAYERS, "hidden_size": 40, "intermediate_size": 52, "num_attention_heads": 4,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lazy import lazy_import
 from torch import nn
 from traced import adamw, differences
 
@@ -9,7 +10,7 @@ import costgraph as cg
 from costgraph.ops.loops import Kernel
 from costgraph.torch import trace
 
-transformers = pytest.importorskip("transformers")
+transformers = lazy_import("transformers")
 
 SCALARS = 4096  # bytes that a real run allocates besides its tensors, as in test_trace_models
 HEADS, WIDTH, LAYERS = 5, 12, 1

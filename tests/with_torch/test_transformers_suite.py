@@ -1,11 +1,11 @@
 """A sample of the suite over transformers classes: `python tests/with_torch/transformers_suite.py` runs all of them."""
 
 import pytest
-
-pytest.importorskip("transformers")
-
+from lazy import lazy_import
 from transformers_classes import SAMPLE  # limited to the installed classes
 from transformers_suite import SLACK, run
+
+lazy_import("transformers")
 
 #: Classes of a plain run: a training step, and Fourier transforms.
 PLAIN = ("GPT2LMHeadModel", "FNetForMaskedLM")

@@ -3,7 +3,6 @@
 import statistics
 
 import pytest
-from budget import in_part
 
 pytest.importorskip("torch.utils.flop_counter")
 
@@ -21,11 +20,7 @@ from costgraph.torch.validation import (
 )
 
 RECORDS = records()
-ROWS = in_part(
-    [pytest.param(name, row, id=f"{name}: {row.case.name}") for name, found in RECORDS.items() for row in found.rows],
-    0,
-    4,
-)
+ROWS = [pytest.param(name, row, id=f"{name}: {row.case.name}") for name, found in RECORDS.items() for row in found.rows]
 PLAIN = [case.values for case in ROWS if not case.marks]
 KIB4 = 4096
 
@@ -112,7 +107,7 @@ def traced_here(case, device):
 TRACED = [pytest.param(*p.values, id=p.id) for p in ROWS if p.values[1].traced is not None]
 
 
-@pytest.mark.parametrize(("name", "row"), in_part(TRACED, 0, 20))
+@pytest.mark.parametrize(("name", "row"), TRACED)
 def test_traced_peak_and_flops(name, row):
     device = RECORDS[name].environment["device"]
     elsewhere = device == "cuda" and not torch.cuda.is_available()  # CUDA ops cannot be traced

@@ -2,11 +2,12 @@
 
 import pytest
 from config_files import FILES, file_of
+from lazy import lazy_import
 
 import costgraph as cg
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+transformers = lazy_import("transformers")
 
 #: One model for each way of fusing or splitting tensors: the rest takes long.
 FEW = {"GPT2LMHeadModel", "LlamaForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM"}

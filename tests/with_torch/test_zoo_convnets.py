@@ -4,8 +4,8 @@ from functools import cache
 
 import pytest
 import torch
-import transformers
 from diffusers_unets import UNet
+from lazy import lazy_import
 from shared import load, training_step
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision_convnets import VGG, AlexNet, BasicBlock, Bottleneck, DenseNet, ResNet
@@ -14,6 +14,8 @@ from zoo_convnets import REFERENCES
 import costgraph as cg
 from costgraph.torch import trace
 from costgraph.transforms.loss import with_loss
+
+transformers = lazy_import("transformers")
 
 torch.set_num_threads(1)
 

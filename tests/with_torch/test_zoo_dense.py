@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from budget import in_part
+from lazy import lazy_import
 from recorded_counts import counts_of
 from shared import load
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,7 +12,7 @@ from zoo_dense import CONFIGS, SIZES, config, inputs, module
 
 import costgraph as cg
 
-transformers = pytest.importorskip("transformers")
+transformers = lazy_import("transformers")
 
 B, S = SIZES["B"], SIZES["S"]
 GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, FALCON, OLMO2 = CONFIGS
@@ -141,7 +141,7 @@ def test_saved_dense_config_loads_the_same_graph(name, tmp_path):
 # -- training steps ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", in_part(SEVERAL, 0))
+@pytest.mark.parametrize("name", SEVERAL)
 def test_dense_step_matmul_flops_equal_autograd(name):
     torch.manual_seed(0)
     reference, _ = build_module(name)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import transformers
+from lazy import lazy_import
 from shared import load
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_encoders import REFERENCES, DiT, VisionTransformer, ids
@@ -10,6 +10,8 @@ from zoo_encoders import REFERENCES, DiT, VisionTransformer, ids
 import costgraph as cg
 from costgraph.torch import trace
 from costgraph.torch.lowering import lower, random_inputs
+
+transformers = lazy_import("transformers")
 
 torch.set_num_threads(1)
 

@@ -4,13 +4,15 @@ from math import prod
 
 import pytest
 import torch
-import transformers
+from lazy import lazy_import
 from shared import load
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_mobile import DLRM, REFERENCES, convnext, efficientnet, mobilenet_v2, mobilenet_v3
 
 import costgraph as cg
+
+transformers = lazy_import("transformers")
 
 torch.set_num_threads(1)
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from budget import in_part
+from lazy import lazy_import
 from recorded_counts import counts_of
 from shared import load
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,7 +14,7 @@ from zoo_moe import CONFIGS, SIZES, Logits, config, tokens
 import costgraph as cg
 from costgraph.torch import lower, trace
 
-transformers = pytest.importorskip("transformers")
+transformers = lazy_import("transformers")
 torch.set_num_threads(1)
 
 B, S = SIZES["B"], SIZES["S"]
@@ -107,7 +107,7 @@ def test_moe_module_counts_equal_the_record():
         assert counted(name) == counts_of("moe", name, counted, live=False), name
 
 
-@pytest.mark.parametrize("name", in_part(STEPS, 0, 3))
+@pytest.mark.parametrize("name", STEPS)
 def test_small_moe_config_counts_equal_the_trace(name):
     """Traced with a grouped matmul for all experts, which torch's counter does not know."""
     seen = trace(Logits(made(name)).eval(), *tokens())
@@ -131,7 +131,7 @@ def test_saved_moe_config_loads_the_same_graph(name, tmp_path):
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", in_part(STEPS, 1, 3))
+@pytest.mark.parametrize("name", STEPS)
 def test_moe_step_matmul_flops_equal_autograd(name):
     torch.manual_seed(0)
     reference = getattr(transformers, made(name).architectures[0])(made(name, "eager")).train()

@@ -3,7 +3,6 @@
 import os
 
 import pytest
-from budget import in_part
 from zoo_page import PAGE, counted, declared, page, references
 from zoo_reference import traced
 
@@ -26,7 +25,7 @@ def test_zoo_page_matches_recorded_counts():
     assert PAGE.read_text(encoding="utf-8") == expected_page, "run: python tests/with_torch/zoo_page.py NAME"
 
 
-@pytest.mark.parametrize("name", in_part(names(), 0))
+@pytest.mark.parametrize("name", names())
 def test_declaration_counts_equal_the_recorded_module(name):
     if name in KEPT:
         assert declared(name, KEPT[name]) == (KEPT[name]["parameters"], KEPT[name]["matmul"])

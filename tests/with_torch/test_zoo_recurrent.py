@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-import transformers
+from lazy import lazy_import
 from recurrent_modules import RWKV7, XLSTM, LinearTransformer, WordLanguageModel
 from shared import load
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, xLSTMConfig, xLSTMForCausalLM
 from zoo_recurrent import REFERENCES
 
 import costgraph as cg
+
+transformers = lazy_import("transformers")
 
 BATCH, WORDS = 2, 41
 
@@ -53,8 +54,10 @@ FLIPPED = {"use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "residual
     [{}, {**FLIPPED, "expand": 3, "tie_word_embeddings": False, "time_step_rank": 5}, {"hidden_size": 40, "expand": 1}],
 )
 def test_mamba(fields, scan):
-    config = MambaConfig(**{**MAMBA, **fields})
-    assert_counts_equal(from_config(config, MambaForCausalLM, scan=scan), MambaForCausalLM(config), 7)
+    config = transformers.MambaConfig(**{**MAMBA, **fields})
+    assert_counts_equal(
+        from_config(config, transformers.MambaForCausalLM, scan=scan), transformers.MambaForCausalLM(config), 7
+    )
 
 
 MAMBA2 = {**MAMBA, "num_heads": 6, "head_dim": 8, "n_groups": 2, "chunk_size": 8}
@@ -63,15 +66,15 @@ MAMBA2 = {**MAMBA, "num_heads": 6, "head_dim": 8, "n_groups": 2, "chunk_size": 8
 @pytest.mark.parametrize("fields", [{}, {**FLIPPED, "tie_word_embeddings": True}, {"n_groups": 1}, {"n_groups": 6}])
 @pytest.mark.parametrize("steps", [8, 24])
 def test_mamba2_in_chunks(fields, steps):
-    config = Mamba2Config(**{**MAMBA2, **fields})
-    graph = from_config(config, Mamba2ForCausalLM, form="chunked", scan="ops")
-    assert_counts_equal(graph, Mamba2ForCausalLM(config), steps)
+    config = transformers.Mamba2Config(**{**MAMBA2, **fields})
+    graph = from_config(config, transformers.Mamba2ForCausalLM, form="chunked", scan="ops")
+    assert_counts_equal(graph, transformers.Mamba2ForCausalLM(config), steps)
 
 
 def test_mamba2_kernel_flops_per_group_and_chunk_state():
-    config = Mamba2Config(**MAMBA2)
+    config = transformers.Mamba2Config(**MAMBA2)
     kernels, ops, recurrent = (
-        cg.matmul_flops(from_config(config, Mamba2ForCausalLM, **options), count="full", B=BATCH, S=24)
+        cg.matmul_flops(from_config(config, transformers.Mamba2ForCausalLM, **options), count="full", B=BATCH, S=24)
         for options in ({"form": "chunked"}, {"form": "chunked", "scan": "ops"}, {})
     )
     B, S, H, G, K, N, Q, L, M = BATCH, 24, 6, 2, 8, 5, 8, 3, 24 // 8
@@ -96,14 +99,17 @@ XLSTM_CONFIG = {"vocab_size": WORDS, "hidden_size": 128, "num_hidden_layers": 2,
 )
 def test_xlstm_large(fields, steps, options):
     """Below a chunk, transformers runs position by position, with a matmul for each outer product."""
-    config = xLSTMConfig(**{**XLSTM_CONFIG, **fields})
-    assert_counts_equal(from_config(config, xLSTMForCausalLM, **options), xLSTMForCausalLM(config), steps)
+    config = transformers.xLSTMConfig(**{**XLSTM_CONFIG, **fields})
+    assert_counts_equal(
+        from_config(config, transformers.xLSTMForCausalLM, **options), transformers.xLSTMForCausalLM(config), steps
+    )
 
 
 def test_kernel_outer_products_are_no_matmuls():
-    config = xLSTMConfig(**XLSTM_CONFIG)
+    config = transformers.xLSTMConfig(**XLSTM_CONFIG)
     kernel, ops = (
-        cg.matmul_flops(from_config(config, xLSTMForCausalLM, scan=scan), B=BATCH, S=7) for scan in ("kernel", "ops")
+        cg.matmul_flops(from_config(config, transformers.xLSTMForCausalLM, scan=scan), B=BATCH, S=7)
+        for scan in ("kernel", "ops")
     )
     assert ops - kernel == 2 * BATCH * 7 * 4 * 16 * 32 * 2  # 2*B*S*H*K*U*L
 
@@ -173,29 +179,32 @@ def declared_step(graph, steps, **sizes):
 
 @pytest.mark.parametrize(("scan", "again"), [("ops", 0), ("kernel", 1)])
 def test_step_of_mamba(scan, again):
-    config, steps = MambaConfig(**MAMBA), 7
+    config, steps = transformers.MambaConfig(**MAMBA), 7
     unit = 2 * BATCH * steps * 48 * 5 * 3  # 2*B*S*E*N*L
     # (1): 1 unit less; (2): gradients of dt, A, dt*x and B are 4 more; a kernel recomputes y for the gate
-    expected = step_flops(MambaForCausalLM(config), tokens(steps)) + (3 + again) * unit
-    assert declared_step(from_config(config, MambaForCausalLM, scan=scan), steps) == expected
+    expected = step_flops(transformers.MambaForCausalLM(config), tokens(steps)) + (3 + again) * unit
+    assert declared_step(from_config(config, transformers.MambaForCausalLM, scan=scan), steps) == expected
 
 
 def test_step_of_mamba2_in_chunks():
-    config, steps = Mamba2Config(**MAMBA2), 24
+    config, steps = transformers.Mamba2Config(**MAMBA2), 24
     unit = 2 * BATCH * steps * 6 * 8 * 3  # 2*B*S*H*K*L
     # (2): of dt times x, of the decays to and from the ends of a chunk, and of the skip connection
-    expected = step_flops(Mamba2ForCausalLM(config), tokens(steps)) + 4 * unit
-    assert declared_step(from_config(config, Mamba2ForCausalLM, form="chunked", scan="ops"), steps) == expected
+    expected = step_flops(transformers.Mamba2ForCausalLM(config), tokens(steps)) + 4 * unit
+    assert (
+        declared_step(from_config(config, transformers.Mamba2ForCausalLM, form="chunked", scan="ops"), steps)
+        == expected
+    )
 
 
 @pytest.mark.parametrize(("scan", "vectors"), [("ops", 0), ("kernel", 1)])
 def test_step_of_xlstm_large(scan, vectors):
-    config, steps = xLSTMConfig(**XLSTM_CONFIG), 7
+    config, steps = transformers.xLSTMConfig(**XLSTM_CONFIG), 7
     matrix, vector = 2 * BATCH * steps * 4 * 16 * 32 * 2, 2 * BATCH * steps * 4 * 16 * 2  # 2*B*S*H*K*U*L and ...*K*L
     # (1): a matrix and two vectors less; (2): of both gates by both states, two of each more. A kernel has no matmul
     # for the outer product, and recomputes both products of q for the quotient
-    expected = step_flops(xLSTMForCausalLM(config), tokens(steps)) + matrix + vectors * vector
-    assert declared_step(from_config(config, xLSTMForCausalLM, scan=scan), steps) == expected
+    expected = step_flops(transformers.xLSTMForCausalLM(config), tokens(steps)) + matrix + vectors * vector
+    assert declared_step(from_config(config, transformers.xLSTMForCausalLM, scan=scan), steps) == expected
 
 
 def rwkv_more(steps, *, again):
@@ -257,16 +266,20 @@ def test_step_of_models_outside_transformers(name, scan):
 
 
 @pytest.mark.parametrize(
-    ("config", "cls"), [(MambaConfig(**MAMBA), MambaForCausalLM), (Mamba2Config(**MAMBA2), Mamba2ForCausalLM)]
+    ("kind", "fields"),
+    [("Mamba", MAMBA), ("Mamba2", MAMBA2)],
+    ids=["config0-MambaForCausalLM", "config1-Mamba2ForCausalLM"],
 )
-def test_recurrent_decode_equals_the_cached_module(config, cls):
+def test_recurrent_decode_equals_the_cached_module(kind, fields):
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    cls = getattr(transformers, f"{kind}ForCausalLM")
     module = cls(config).eval()
     with torch.no_grad():
         cache = module(tokens(8), use_cache=True).cache_params
         with FlopCounterMode(display=False) as counter:
             module(tokens(1), cache_params=cache, use_cache=True)
     # causal_conv1d_update also computes the result of the previous position, and drops it
-    channels = 48 if cls is MambaForCausalLM else 48 + 2 * 2 * 5
+    channels = 48 if kind == "Mamba" else 48 + 2 * 2 * 5
     dropped = 2 * BATCH * channels * 4 * 3
     step = cg.decode(from_config(config, cls, scan="ops"))
     assert cg.matmul_flops(step, count="full", B=BATCH, S=9) == counter.get_total_flops() - dropped

@@ -8,12 +8,13 @@ from functools import cache
 
 import pytest
 import torch
+from lazy import lazy_import
 from shared import load
 
 import costgraph as cg
 from costgraph.torch import lower, trace
 
-transformers = pytest.importorskip("transformers")
+transformers = lazy_import("transformers")
 
 GPT2 = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 GROUPED = {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}

@@ -5,8 +5,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
+from lazy import lazy_import
 from zoo_reference import Reference
+
+transformers = lazy_import("transformers")
 
 #: Options for exact counts: countable attention matmuls, and no cache.
 EXACT = {"attn_implementation": "eager", "use_cache": False}

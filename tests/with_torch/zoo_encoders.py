@@ -5,9 +5,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
+from lazy import lazy_import
 from torch import nn
 from zoo_reference import Reference
+
+transformers = lazy_import("transformers")
 
 B, S = 2, 13
 EAGER = {"attention": "eager"}

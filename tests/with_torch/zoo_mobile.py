@@ -10,9 +10,11 @@ from math import ceil
 from typing import Any
 
 import torch
-import transformers
+from lazy import lazy_import
 from torch import nn
 from zoo_reference import Reference
+
+transformers = lazy_import("transformers")
 
 
 def divisible(v: float, divisor: int = 8) -> int:
@@ -227,11 +229,14 @@ def _convnext(width: int, deep: int) -> Callable[[], Reference]:
 
 
 def _swin(width: int, heads: int, deep: int) -> Callable[[], Reference]:
-    config = transformers.SwinConfig(
-        embed_dim=width, depths=[2, 2, deep, 2], num_heads=[heads * 2**i for i in range(4)], num_labels=1000,
-        attn_implementation="eager",
-    )  # fmt: skip
-    return _images(lambda: transformers.SwinForImageClassification(config), attention="eager")
+    def build() -> nn.Module:
+        config = transformers.SwinConfig(
+            embed_dim=width, depths=[2, 2, deep, 2], num_heads=[heads * 2**i for i in range(4)], num_labels=1000,
+            attn_implementation="eager",
+        )  # fmt: skip
+        return transformers.SwinForImageClassification(config)
+
+    return _images(build, attention="eager")
 
 
 REFERENCES: dict[str, Callable[[], Reference]] = {

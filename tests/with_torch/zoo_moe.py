@@ -10,9 +10,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers
-from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from lazy import lazy_import
 from zoo_reference import Reference
+
+transformers = lazy_import("transformers")
 
 #: Options for exact counts: countable attention matmuls, a grouped matmul for all experts, and no cache.
 EXACT = {"attn_implementation": "eager", "experts_implementation": "grouped_mm", "use_cache": False}
@@ -122,6 +123,8 @@ class Logits(torch.nn.Module):
             self.model.model.rotary_emb = Turns(self.model.model.rotary_emb.inv_freq)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        from transformers.models.deepseek_v2 import modeling_deepseek_v2
+
         with mock.patch.object(modeling_deepseek_v2, "apply_rotary_emb", turned):
             return self.model(tokens, use_cache=False).logits
 

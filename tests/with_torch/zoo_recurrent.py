@@ -5,11 +5,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from lazy import lazy_import
 from recurrent_modules import RWKV7, XLSTM, LinearTransformer, WordLanguageModel
 from shared import load
 from torch import nn
-from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, xLSTMConfig, xLSTMForCausalLM
 from zoo_reference import Reference
+
+transformers = lazy_import("transformers")
 
 _BATCH, _STEPS = 2, 3  # number of iterations traced for modules that loop over positions
 
@@ -33,8 +35,8 @@ def _reference(
 
 
 def mamba(sizes: dict[str, int]) -> nn.Module:
-    return MambaForCausalLM(
-        MambaConfig(
+    return transformers.MambaForCausalLM(
+        transformers.MambaConfig(
             vocab_size=sizes["V"], hidden_size=sizes["D"], num_hidden_layers=sizes["L"], state_size=sizes["N"],
             use_cache=False,
         )
@@ -42,8 +44,8 @@ def mamba(sizes: dict[str, int]) -> nn.Module:
 
 
 def mamba2(sizes: dict[str, int]) -> nn.Module:
-    return Mamba2ForCausalLM(
-        Mamba2Config(
+    return transformers.Mamba2ForCausalLM(
+        transformers.Mamba2Config(
             vocab_size=sizes["V"], hidden_size=sizes["D"], num_hidden_layers=sizes["L"], state_size=sizes["N"],
             num_heads=sizes["H"], head_dim=sizes["K"], n_groups=sizes["G"], chunk_size=sizes.get("Q", 256),
             tie_word_embeddings=sizes["G"] == 1, use_cache=False,  # Codestral has groups and an untied head
@@ -52,8 +54,10 @@ def mamba2(sizes: dict[str, int]) -> nn.Module:
 
 
 def xlstm_large(sizes: dict[str, int]) -> nn.Module:
-    config = xLSTMConfig(vocab_size=sizes["V"], hidden_size=sizes["D"], num_hidden_layers=sizes["L"], use_cache=False)
-    return xLSTMForCausalLM(config)
+    config = transformers.xLSTMConfig(
+        vocab_size=sizes["V"], hidden_size=sizes["D"], num_hidden_layers=sizes["L"], use_cache=False
+    )
+    return transformers.xLSTMForCausalLM(config)
 
 
 def rwkv7(sizes: dict[str, int]) -> nn.Module:
