@@ -118,7 +118,7 @@ def test_loss_option_changes_the_step(capsys, tmp_path, word):
     (view,) = views_of(model(), [f"train loss={word}"]).values()
     assert (view.loss, cg.flops(view, **sizes)) == (step.loss, cg.flops(step, **sizes))
     code, _, err = run(capsys, "train", "mlp", "B=2", "--loss", "huggingface")
-    assert (code, "--loss huggingface: expected cross_entropy, fp32, transformers" in err) == (2, True)
+    assert (code, "--loss 'huggingface': expected cross_entropy, fp32, transformers" in err) == (2, True)
 
 
 def test_checkpoint_policies_parse_from_text():
@@ -175,7 +175,7 @@ def test_plan_with_open_sizes(capsys):
     out = run_ok(capsys, *PLAN)
     assert "training time                needs S" in out
     assert "activation memory [B]\n" in out
-    assert out.endswith("the verdict depends on unbound sizes\n")
+    assert out.endswith("the verdict depends on unbound sizes\n\nsymbols  S sequence length\n")
     assert max(map(len, out.split("\n"))) <= 80
 
 

@@ -67,6 +67,7 @@ def test_defaults_bind_all_but_caller_dimensions(name):
     assert cg.param_count(g) == PARAMETERS.get(name, cg.param_count(g))
     assert isinstance(cg.param_count(g), int)
     assert set(g.defaults) <= known_names(g)  # each one is used
+    assert g.legend.keys() == known_names(g)
     assert name in repr(g)
 
 

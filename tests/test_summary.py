@@ -10,7 +10,7 @@ import costgraph as cg
 
 
 def rows_of(graph):
-    header, columns, *rows = str(graph).split("\n")
+    header, columns, *rows = str(graph).partition("\nsymbols ")[0].split("\n")
     assert header.startswith(f"{graph.name}: ")
     assert columns.split() == ["scope", "output", "shape", "parameters", "FLOPs"]
     return [re.split(r"\s{2,}", row) for row in rows]

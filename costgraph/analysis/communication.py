@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..algebra.polynomial import Poly, poly, total
@@ -71,6 +71,8 @@ class Communication(Table):
     """One row per op, in program order."""
     graph: str = field(default="", compare=False)
     """Name of the graph."""
+    legend: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Descriptions of dimensions."""
 
     def __iter__(self) -> Iterator[Message]:
         return iter(self.rows)
@@ -81,7 +83,7 @@ class Communication(Table):
     def filter(self, **facts: str) -> Communication:
         """Return the rows with the given values: `filter(collective="all_gather", phase="forward")`."""
         selected = (m for m in self.rows if all(getattr(m, name) == value for name, value in facts.items()))
-        return Communication(tuple(selected), self.graph)
+        return replace(self, rows=tuple(selected))
 
     def total(self) -> Formula:
         """Return the bytes that a rank sends in ring algorithms, over all rows."""
@@ -170,7 +172,7 @@ def communication(
     rows = [_in_messages(m, *facts, graph, values) for m, facts in zip(rows, times.items(), strict=True)]
     if device is not None:
         rows = [_timed(m, *facts, graph, values, device) for m, facts in zip(rows, times.items(), strict=True)]
-    return Communication(tuple(rows), graph.name)
+    return Communication(tuple(rows), graph.name, dict(graph.root.legend))
 
 
 def _timed(m: Message, op: Op, runs: list[Poly], graph: Graph, values: Bindings, device: Hardware) -> Message:

@@ -87,6 +87,8 @@ class Comparison(Table):
     """one row per phase, class of ops and kind of cost that either graph has"""
     graphs: tuple[str, str] = ("", "")
     """names of both graphs"""
+    legend: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """descriptions of dimensions in either graph"""
 
     def differing(self) -> tuple[Compared, ...]:
         """Return the rows with a nonzero difference."""
@@ -158,7 +160,9 @@ def compare(first: Graph, second: Graph, /, *, count: str = "executed", **dims: 
             rows.append(Compared(*key, answer(a), answer(b), answer(b - a)))
     order = ("forward", "recompute", "backward", "optimizer")
     rows.sort(key=lambda r: (order.index(r.phase), r.ops, _AMOUNTS.index(r.kind)))
-    return Comparison(tuple(rows), (first.name, second.name))
+    legends = [g.root.legend for g in (first, second)]
+    legend = {n: " or ".join(dict.fromkeys(of[n] for of in legends if n in of)) for of in legends for n in of}
+    return Comparison(tuple(rows), (first.name, second.name), legend)
 
 
 def _amounts(graph: Graph, count: str, dims: Mapping[str, int]) -> dict[tuple[str, str, str], Poly]:

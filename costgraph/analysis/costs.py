@@ -170,6 +170,8 @@ class Costs(Table):
     """Conditions under which the rows hold."""
     graph: str = field(default="", compare=False)
     """Name of the graph."""
+    legend: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Descriptions of dimensions."""
 
     def __iter__(self) -> Iterator[CostRow]:
         return iter(self.rows)
@@ -291,6 +293,11 @@ class Grouped(Table, dict[str, Costs]):
 
     def _description(self) -> str:
         return f"{len(self)} tables"
+
+    @property
+    def legend(self) -> Mapping[str, str]:  # type: ignore[override]  # an attribute of other tables
+        """Descriptions of dimensions."""
+        return next((v.legend for v in self.values()), {})
 
     def _columns(self) -> Sequence[Column]:
         amounts = {"matmul": "FLOP", "pointwise": "FLOP", "transcendental": "FLOP", "read": "B", "written": "B"}
@@ -725,7 +732,7 @@ def costs(graph: Graph, /, *, count: str = "executed", **dims: int) -> Costs:
     4*B*D + 4*B*F + 4*D*F
     """
     rows, values = _bound_rows(graph, count, dims)
-    return Costs(rows, known_names(graph), values.validity, graph.name)
+    return Costs(rows, known_names(graph), values.validity, graph.name, dict(graph.root.legend))
 
 
 def _sum_of(graph: Graph, dims: Mapping[str, object], count: str, selects: Callable[[CostRow], bool]) -> Formula:

@@ -119,7 +119,7 @@ def lifetimes(graph: Graph, /, *, device: str | None = None, arch: str | None = 
     """
     need_graph("lifetimes", graph)
     out = Lifetimes(_rows(graph, dims, on_device("lifetimes", device, arch)))
-    out.graph = graph.name
+    out.graph, out.legend = graph.name, dict(graph.root.legend)
     return out
 
 
@@ -305,6 +305,8 @@ class Timeline(Table):
     """name of the graph"""
     workspaces: Mapping[str, Formula] = field(default_factory=dict)
     """workspace bytes by name: persistent for libraries, temporary for ops"""
+    legend: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """descriptions of dimensions"""
 
     @property
     def rows(self) -> tuple[Moment, ...]:
@@ -435,11 +437,13 @@ def timeline(
         return Timeline(
             answer(peak_bytes), moments, {} if unrolled else holds_from(graph, values, view), by_role,
             (Regime(peak_bytes.expr, *owner),), _roles_over(program, values, [now for now, _ in live]), graph.name,
-            spaces,
+            spaces, dict(graph.root.legend),
         )  # fmt: skip
     peak = answer(extremum(_bound_regimes(graph, values, view)), validity)
     from_, cases = holds_from(graph, values, view), peak_cases(graph, values, view)
-    return Timeline(peak, moments, from_, None, cases, graph=graph.name, workspaces=spaces)
+    return Timeline(
+        peak, moments, from_, None, cases, graph=graph.name, workspaces=spaces, legend=dict(graph.root.legend)
+    )
 
 
 def _workspaces(program: Program, values: Mapping[str, Poly], validity: Sequence[Validity]) -> dict[str, Formula]:

@@ -124,6 +124,8 @@ class Roofline(Table):
     start: str = "cold"
     """location of operands in the lower bound: cold, in device memory; warm, in the last-level cache as far as they
     fit"""
+    legend: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """descriptions of dimensions"""
 
     def _description(self) -> str:
         return f"graph {shorten(self.graph)} on {self.hardware.id}: {len(self.rows)} rows"
@@ -368,6 +370,7 @@ def _placed(asked: DeviceQuestion, overlap: str = "none") -> Roofline:
         stand_ins=tuple(asked.rates.stand_ins.values()),
         levels=asked.levels,
         overlap=overlap,
+        legend=dict(graph.root.legend),
     )
 
 

@@ -390,6 +390,12 @@ class Bound:
     def __str__(self) -> str:
         return f"{self.first} where {_text(self.compute)}, else {self.otherwise}"
 
+    @property
+    def free_symbols(self) -> set[sympy.Symbol]:
+        """Symbols in the conditions."""
+        names: set[sympy.Symbol] = set(self.compute.free_symbols)
+        return names | self.otherwise.free_symbols if isinstance(self.otherwise, Bound) else names
+
 
 def _text(condition: sympy.Basic) -> str:
     if isinstance(condition, sympy.And | sympy.Or):

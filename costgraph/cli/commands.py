@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import sympy
@@ -10,16 +11,18 @@ import typer
 from rich.markup import escape
 
 from ..algebra.symbols import shorten
+from ..algebra.symbols import symbol as size_symbol
 from ..analysis.compare import compare_weights
-from ..analysis.memory import peak_cases
+from ..analysis.memory import peak_cases, peak_memory
 from ..analysis.regimes import crossover
+from ..bind.evaluate import Formula
 from ..errors import BindingError, FormatError
 from ..files.checkpoints import read_weights
 from ..ir.graph import Graph, bindings
 from ..report import report, text
 from ..report.explore import explore
 from ..report.files import to_csv, to_json
-from ..report.formula import formula_text, shared, write_formula
+from ..report.formula import formula_text, shared, with_legend, write_formula
 from ..report.quantities import QUANTITIES, quantity_of
 from ..report.rich_tables import clean, draw, grid
 from . import options as opt
@@ -96,8 +99,17 @@ def formula_command(
         quantities = ", ".join(["peak-memory", *QUANTITIES])
         raise FormatError(f"quantity {shorten(quantity)}: expected one of {quantities}")
     graph = load_model(model, attention, dtype, dropout, eager_ops, not preset)
+    lines = _formula(graph, quantity, dims, format)
+    # programs that read the output expect the formula alone
+    described = graph.legend if format == "text" and sys.stdout.isatty() else {}
+    say("\n".join(with_legend(lines, described)))
+
+
+def _formula(graph: Graph, quantity: str, dims: Mapping[str, Any], format_: str) -> Iterator[str]:
     if quantity == "peak-memory":
-        _peak_formula(graph, dims, format)
+        yield write_formula(peak_memory(graph, **dims), format_, "peak_memory", "peak memory, B")
+        if format_ == "text":
+            yield from _peak_cases(graph, dims)
         return
     formula = quantity_of(graph, quantity, dims)
     if formula is None:
@@ -106,15 +118,10 @@ def formula_command(
         )
     title, unit, _ = QUANTITIES[quantity]
     unit = "a count" if unit == "1" else unit
-    say(write_formula(formula, format, quantity.replace("-", "_"), f"{title}, {unit}"))
+    yield write_formula(formula, format_, quantity.replace("-", "_"), f"{title}, {unit}")
 
 
-def _peak_formula(graph: Graph, dims: Mapping[str, Any], format_: str) -> None:
-    from ..analysis.memory import peak_memory
-
-    say(write_formula(peak_memory(graph, **dims), format_, "peak_memory", "peak memory, B"))
-    if format_ != "text":
-        return
+def _peak_cases(graph: Graph, dims: Mapping[str, Any]) -> Iterator[str]:
     cases = peak_cases(graph, bindings(graph, dims))
     _, remainders = shared([c.formula for c in cases])
     locations = [clean(f"{c.op or 'throughout'} ({c.phase or 'forward'})") for c in cases]
@@ -122,7 +129,7 @@ def _peak_formula(graph: Graph, dims: Mapping[str, Any], format_: str) -> None:
         (location, escape(formula_text(remainder))) for location, remainder in zip(locations, remainders, strict=True)
     ]
     head = "peak at" if len(cases) == 1 else "cases without their common part, and where each peaks"
-    say(draw(["", head, grid(rows if len(cases) > 1 else [(locations[0], "")])], screen()[0]))
+    yield draw(["", head, grid(rows if len(cases) > 1 else [(locations[0], "")])], {}, screen()[0])
 
 
 # -- crossover ---------------------------------------------------------------------------------------------------
@@ -148,14 +155,20 @@ def crossover_command(
     dims = opt.read_sizes(sizes)
     graph = load_model(model, attention, dtype, dropout, eager_ops, symbolic)
     threshold = crossover(graph, hardware, symbol, fallback=fallback, **dims)
+    say("\n".join(with_legend(_crossover(threshold, symbol), graph.legend)))
+
+
+def _crossover(threshold: Formula, symbol: str) -> Iterator[str]:
+    # written as a formula, so that the legend has it
+    name = size_symbol(symbol)
     if isinstance(threshold, sympy.Expr):
-        say(f"compute time equals memory time at {symbol} = {formula_text(threshold, grouped=True)}")
+        yield f"compute time equals memory time at {formula_text(name)} = {formula_text(threshold, grouped=True)}"
     elif threshold == 0:
-        say(f"compute-bound at every {symbol}")
+        yield f"compute-bound at every {formula_text(name)}"
     elif threshold == float("inf"):
-        say(f"memory-bound at every {symbol}")
+        yield f"memory-bound at every {formula_text(name)}"
     else:
-        say(f"compute time equals memory time at {symbol} = {float(threshold):.6g}")
+        yield f"compute time equals memory time at {symbol} = {float(threshold):.6g}"
 
 
 # -- explore -----------------------------------------------------------------------------------------------------------

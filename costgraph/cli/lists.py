@@ -70,7 +70,7 @@ def _value(q: Quantity) -> str:
 def models_command() -> None:
     """List the presets with their parameters and published sizes."""
     width, color = screen()
-    say(draw([models()], width, color=color), styled=color)
+    say(draw([models()], {}, width, color=color), styled=color)
 
 
 @command("hardware")
@@ -92,4 +92,4 @@ def hardware_command(
     """
     width, color = screen()
     content = [devices()] if name is None else device(load_hardware(name))
-    say(draw(content, width, color=color), styled=color)
+    say(draw(content, {}, width, color=color), styled=color)

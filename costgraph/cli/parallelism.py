@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..algebra.symbols import read_size, shorten, size_or_name
+from ..algebra.symbols import is_name, read_size, shorten, size_or_name
 from ..errors import FormatError
 from ..ir.graph import Graph
 from ..transforms.offload import OFFLOADED
@@ -45,6 +45,13 @@ __all__ = [
 
 #: How gradients are reduced: separately, or in buckets as in torch's DistributedDataParallel.
 BUCKETS = {"none": None, "copy": Policy(("dp", "ep", "cp")), "view": Policy(("dp", "ep", "cp"), view=True)}
+
+
+#: Descriptions of symbolic degrees.
+_LEGEND = {
+    "dp": "data-parallel ranks", "cp": "context-parallel ranks", "tp": "tensor-parallel ranks",
+    "ep": "expert-parallel ranks", "pp": "pipeline stages", "virtual_stages": "virtual pipeline stages per rank",
+}  # fmt: skip
 
 
 def _degree(option: str, kind: str) -> Any:
@@ -141,6 +148,8 @@ def rank_of(
             raise FormatError(f"{option} {shorten(value)}: expected {' or '.join(choices)}")
     if {*degrees.values(), pp} == {"1"} and not (zero or sequence):
         return step
+    sizes = {**degrees, "pp": pp, "virtual_stages": virtual_stages}
+    step.legend = {n: text for axis, text in _LEGEND.items() if is_name(n := sizes[axis])} | step.legend
     degrees_and_schedule: dict[str, Any] = {axis: size_or_name(n, f"--{axis}") for axis, n in degrees.items()}
     if pp != "1":
         pieces = None if layers is None else tuple(read_size(n, "--layers") for n in layers.split(","))

@@ -18,7 +18,7 @@ from ..hardware.units import format_bytes, format_quantity
 from ..ir.graph import Graph
 from ..plan.capacity import largest
 from ..plan.serving import Latency, Throughput, latency, throughput
-from ..report.formula import formula_text
+from ..report.formula import formula_text, with_legend
 from ..text_file import as_csv, as_json
 from ..transforms.inference import (
     decode,
@@ -107,7 +107,7 @@ def _json(result: Throughput) -> str:
     return as_json(THROUGHPUT_SCHEMA, data)
 
 
-def _lines(step: Graph, result: Throughput, dims: Mapping[str, int], fallback: str | None) -> Iterator[str]:
+def _head(step: Graph, result: Throughput, dims: Mapping[str, int], fallback: str | None) -> Iterator[str]:
     sizes: dict[str, Any] = dict(dims)
     name = result.symbol
     yield f"{result.graph} on {result.hardware.name}"
@@ -119,8 +119,6 @@ def _lines(step: Graph, result: Throughput, dims: Mapping[str, int], fallback: s
     yield f"largest {name} that fits: {largest(step, name, hardware=result.hardware, **sizes)}"
     devices = result.rows[0].devices
     yield _crossover_line(step, result, sizes, fallback) if devices == 1 else f"per device, on {devices} devices"
-    yield ""
-    yield str(result)
 
 
 def _crossover_line(step: Graph, result: Throughput, sizes: Mapping[str, Any], fallback: str | None) -> str:
@@ -171,7 +169,9 @@ def decode_command(
         (json, lambda: _json(result)),
         (csv, lambda: as_csv(_COLUMNS, (row.values() for row in throughput_records(result)))),
     ):
-        say("\n".join(_lines(step, result, dims, fallback)))
+        # the table has the legend of the varied dimension
+        legend = {name: text for name, text in step.legend.items() if name != vary}
+        say("\n".join([*with_legend(_head(step, result, dims, fallback), legend), "", str(result)]))
 
 
 def _times(result: Latency) -> dict[str, float]:

@@ -53,7 +53,8 @@ _Implementation = Annotated[
     ),
 ]
 _Precision = Annotated[
-    str | None, opt.choice("--precision", "POLICY", f"{', '.join(POLICIES)}; as declared by default.", POLICIES)
+    str | None,
+    opt.choice("--precision", "POLICY", f"{', '.join(POLICIES)}; by default, the model's own formats.", POLICIES),
 ]
 _Checkpoint = Annotated[str, opt.choice("--checkpoint", "POLICY",
     "none, every-block, from-start, every:K, selective:NAME,NAME or keep:NAME,NAME.", _POLICIES)]  # fmt: skip

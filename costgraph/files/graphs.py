@@ -258,7 +258,7 @@ _PHASES = ("forward", "recompute", "backward", "optimizer")
 # Known keys in a graph, in its attributes, in the root graph's attributes, and in nodes.
 _GRAPH = {"directed", "multigraph", "graph", "nodes", "edges"}
 _FACTS = {"name", "dtype", "outputs", "formals"}
-_ROOT = {"schema", "assumptions", "defaults", "loss", "gradients", "matmul_dtype", "layers", "parts", *RANKS}
+_ROOT = {"schema", "assumptions", "defaults", "legend", "loss", "gradients", "matmul_dtype", "layers", "parts", *RANKS}
 _OP = {"id", "type", "kind", "operands", "results", "attrs", "scope", "phase", "call"}
 _TENSOR = {"id", "type", "role", "shape", "dtype"}
 _BY_ROLE = {
@@ -718,6 +718,8 @@ def _graph_data(graph: Graph) -> dict[str, Any]:
             "defaults": dict(graph.defaults),
             "loss": graph.loss,
         }
+        if graph.legend:
+            exported.graph["legend"] = dict(graph.legend)
         if graph.matmul_dtype is not None:
             exported.graph["matmul_dtype"] = graph.matmul_dtype
         if graph.layers:
@@ -806,6 +808,7 @@ def _read(place: str, data: Any) -> Graph:
     reader = Reader(place, texts(place, facts, "assumptions", "top"), _SCHEMAS[schema])
     graph = reader.graph(data, None, "top")
     graph.defaults = _defaults(place, facts)
+    graph.legend = _legend(place, facts)
     graph.loss = None if facts["loss"] is None else kept(str, facts["loss"])
     graph.matmul_dtype = find_dtype(kept(str, facts["matmul_dtype"])).name if "matmul_dtype" in facts else None
     graph.layers = frozenset(texts(place, facts, "layers", "top") if "layers" in facts else ())
@@ -834,3 +837,13 @@ def _defaults(place: str, facts: dict[str, Any]) -> dict[str, int]:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise FormatError(f"{place}: default {shorten(name)} is {shown(value)}, expected a positive integer")
     return dict(defaults)
+
+
+def _legend(place: str, facts: dict[str, Any]) -> dict[str, str]:
+    legend = need(place, facts, "legend", dict, "top") if "legend" in facts else {}
+    for name, text in legend.items():
+        if not is_name(name) or not isinstance(text, str):
+            raise FormatError(
+                f"{place}: legend {shorten(name)}: {shown(text)}, expected a dimension and its description"
+            )
+    return dict(legend)

@@ -1274,7 +1274,7 @@ class CheckedAttribute(GraphAttribute[T]):
 
 
 #: Graph facts that refer to no tensor: transforms copy them unchanged.
-FACTS = ("relations", "defaults", "loss", "layers", "matmul_dtype", "waiting")
+FACTS = ("relations", "defaults", "legend", "loss", "layers", "matmul_dtype", "waiting")
 
 
 def carry_facts(old: Graph, new: Graph, **changed: Any) -> None:
@@ -2618,8 +2618,8 @@ def added_since(graph: Graph, nodes: int) -> list[Op]:
 #: Members that completion offers: networkx's own methods work, but a reader of a model needs few of them.
 PUBLIC_MEMBERS = (
     "assume", "bodies", "buffer", "copy", "defaults", "dtype", "edges", "explore", "freeze", "frozen", "gradients",
-    "graph", "input", "inputs", "layers", "loss", "name", "nodes", "ops", "output", "outputs", "param", "params",
-    "predecessors", "root", "sharding", "stages", "successors", "tensors", "walk",
+    "graph", "input", "inputs", "layers", "legend", "loss", "name", "nodes", "ops", "output", "outputs", "param",
+    "params", "predecessors", "root", "sharding", "stages", "successors", "tensors", "walk",
 )  # fmt: skip
 
 
@@ -2632,8 +2632,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     """Model graph: tensors and ops in program order.
 
     A graph is open inside its `with` block and finished after it. Tensors and ops can be added or removed only while it
-    is open; enter it again to reopen it. Outputs, assumptions, defaults and the loss can be set at any time. A graph
-    that was never entered is open, and so is a copy.
+    is open; enter it again to reopen it. Outputs, assumptions, defaults, the legend and the loss can be set at any
+    time. A graph that was never entered is open, and so is a copy.
 
     Parameters
     ----------
@@ -2672,6 +2672,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     outputs = GraphAttribute[list[Tensor]]()
     relations = GraphAttribute[Relations]()
     defaults = CheckedAttribute[dict[str, int]]()
+    legend = CheckedAttribute[dict[str, str]]()
+    """Descriptions of dimensions, such as `{"S": "sequence length"}`, printed below results that show the symbols."""
     gradients = GraphAttribute[dict[Tensor, Tensor]]()
     """Gradients of parameters and inputs; they live from the first contribution to the end."""
     loss = CheckedAttribute[str | None]()
@@ -2718,7 +2720,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
         facts: dict[str, Any] = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}}
         facts |= {"gradients": {}, "handed": {}, "layers": frozenset(), "loss": None, "matmul_dtype": None}
-        facts |= {"sharding": None, "parts": (), "waiting": None}
+        facts |= {"legend": {}, "sharding": None, "parts": (), "waiting": None}
         self.graph.facts = facts | self.graph.facts
 
     def copy(self, as_view: bool = False) -> Graph:

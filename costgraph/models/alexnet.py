@@ -36,4 +36,8 @@ def alexnet(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
 
 
 SIZES = {"R": 224, "IC": 3, "D1": 64, "D2": 192, "D3": 384, "D4": 256, "D5": 256, "F": 4096, "C": 1000}
-FAMILIES = (Family(alexnet, {"alexnet": Preset(SIZES)}),)
+FAMILIES = (
+    Family(
+        alexnet, {"alexnet": Preset(SIZES)}, legend={"D#": "channels of convolution #", "F": "width of linear layers"}
+    ),
+)

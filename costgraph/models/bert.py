@@ -102,5 +102,6 @@ FAMILIES = (
         {"bert-base": _sizes(768, 12, 12), "bert-large": _sizes(1024, 16, 24)},
         architectures=dict.fromkeys(HEADS, "bert"),
         read=read,
+        legend={"kinds": "token types"},
     ),
 )

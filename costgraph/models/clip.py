@@ -118,5 +118,16 @@ FAMILIES = (
         },
         architectures={"CLIPModel": "clip"},
         read=read,
+        legend={
+            "DV": "vision width",
+            "HV": "vision attention heads",
+            "FV": "vision MLP width",
+            "LV": "vision layers",
+            "joint": "embedding size",
+            "D": "text width",
+            "H": "text attention heads",
+            "F": "text MLP width",
+            "L": "text layers",
+        },
     ),
 )

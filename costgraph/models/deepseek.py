@@ -137,5 +137,10 @@ FAMILIES = (
         },
         architectures={"DeepseekV2ForCausalLM": "deepseek_v2", "DeepseekV3ForCausalLM": "deepseek_v3"},
         read=read,
+        legend={
+            "C": "latent size of keys and values", "Cq": "latent size of queries", "Kn": "head size without positions",
+            "Kr": "rotary head size", "Kv": "head size of values", "Es": "shared experts", "Eg": "expert groups",
+            "kg": "groups per token", "Ld": "dense layers",
+        },
     ),
 )  # fmt: skip

@@ -67,5 +67,6 @@ FAMILIES = (
             "densenet169": _preset(6, 12, 32, 32),
             "densenet201": _preset(6, 12, 48, 32),
         },
+        legend={"D": "channels after the first layer", "K": "growth rate", "Z": "bottleneck factor"},
     ),
 )

@@ -71,4 +71,10 @@ def _sizes(size: str, patch: int) -> Preset:
     return Preset(sizes, {"patch": patch})
 
 
-FAMILIES = (Family(dit, {f"dit-{size}-{patch}": _sizes(size, patch) for size in _WIDTHS for patch in (2, 4, 8)}),)
+FAMILIES = (
+    Family(
+        dit,
+        {f"dit-{size}-{patch}": _sizes(size, patch) for size in _WIDTHS for patch in (2, 4, 8)},
+        legend={"R": "latent side", "IC": "latent channels", "waves": "timestep embedding size"},
+    ),
+)

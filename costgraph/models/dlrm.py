@@ -77,5 +77,13 @@ FAMILIES = (
             "dlrm-mlperf": _preset(_TERABYTE, (512, 256, 128), (1024, 1024, 512, 256)),
             "dlrm-small": _preset(_KAGGLE, (512, 256, 64, 16), (512, 256)),
         },
+        legend={
+            "N": "indices per table",
+            "D": "embedding size",
+            "dense": "dense features",
+            "F#": "width of bottom layer #",
+            "T#": "width of top layer #",
+            "V#": "rows of table #",
+        },
     ),
 )

@@ -155,5 +155,6 @@ FAMILIES = (
         },
         architectures=dict.fromkeys(("EfficientNetModel", "EfficientNetForImageClassification"), "efficientnet"),
         read=read,
+        legend={"Q": "squeeze-and-excitation reduction"},
     ),
 )

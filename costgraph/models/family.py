@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,15 @@ if TYPE_CHECKING:
 
     from .config import Config
 
-__all__ = ["Family", "Preset"]
+__all__ = ["SYMBOLS", "Family", "Preset"]
+
+#: Descriptions of the symbols that most models use, see docs/reference/glossary.md.
+SYMBOLS = {
+    "B": "batch size", "S": "sequence length", "D": "model width", "F": "MLP width", "H": "attention heads",
+    "G": "KV heads", "K": "head size", "L": "layers", "V": "vocabulary size", "P": "maximum positions",
+    "W": "attention window", "E": "experts", "Fe": "expert width", "k": "experts per token", "IC": "input channels",
+    "C": "classes", "R": "image side", "Q": "chunk length", "D#": "channels in stage #", "L#": "blocks in stage #",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,3 +47,15 @@ class Family:
     """Architectures in a transformers config.json, each with its `model_type`."""
     read: Callable[[Config], Preset] | None = None
     """Reader of a configuration's sizes and structure; None if transformers has no such model."""
+    legend: Mapping[str, str] = field(default_factory=dict)
+    """Descriptions of symbols that `SYMBOLS` lacks or describes differently; `D#` stands for D1, D2 and so on."""
+
+    def describe(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the description of each symbol of a model, in alphabetical order."""
+        descriptions, legend = {**SYMBOLS, **self.legend}, {}
+        for name in sorted(names):
+            stem = name.rstrip("0123456789")
+            text = descriptions.get(name) or descriptions.get(f"{stem}#")
+            if text is not None:
+                legend[name] = text.replace("#", name.removeprefix(stem))
+        return legend

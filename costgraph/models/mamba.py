@@ -272,6 +272,7 @@ FAMILIES = (
         },
         architectures={"MambaForCausalLM": "mamba"},
         read=read_mamba,
+        legend={"E": "inner width", "N": "state size", "R": "rank of the time step"},
     ),
     Family(
         mamba2,
@@ -287,5 +288,6 @@ FAMILIES = (
         },
         architectures={"Mamba2ForCausalLM": "mamba2"},
         read=read_mamba2,
+        legend={"G": "groups", "N": "state size"},
     ),
 )

@@ -166,6 +166,16 @@ FAMILIES = (
         {"mobilenet-v2": Preset(_V2)},
         architectures=dict.fromkeys(("MobileNetV2Model", "MobileNetV2ForImageClassification"), "mobilenet_v2"),
         read=read_v2,
+        legend={"E": "expansion factor"},
     ),
-    Family(mobilenet_v3, {"mobilenet-v3-small": _v3(_SMALL, 1024), "mobilenet-v3-large": _v3(_LARGE, 1280)}),
+    Family(
+        mobilenet_v3,
+        {"mobilenet-v3-small": _v3(_SMALL, 1024), "mobilenet-v3-large": _v3(_LARGE, 1280)},
+        legend={
+            "D#": "output channels of block #",
+            "E#": "expanded channels of block #",
+            "Q#": "squeeze-and-excitation channels of block #",
+            "F": "classifier width",
+        },
+    ),
 )

@@ -70,5 +70,6 @@ FAMILIES = (
         },
         architectures={"Phi3ForCausalLM": "phi3"},
         read=read,
+        legend={"R": "rotary head size"},
     ),
 )

@@ -113,5 +113,6 @@ FAMILIES = (
         },
         architectures={"Qwen2MoeForCausalLM": "qwen2_moe", "Qwen3MoeForCausalLM": "qwen3_moe"},
         read=read,
+        legend={"Fs": "shared expert width"},
     ),
 )

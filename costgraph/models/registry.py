@@ -279,9 +279,10 @@ def _declare(
         raise GraphError(f"{place}: {unknown[0]}={shown(structure[unknown[0]])}, expected {_alternatives(options)}")
     _need_options(place, family.declare, structure)
     graph = declare(name, attention, dropout, format_.name, **{**preset.structure, **structure})
-    if not symbolic:
-        names = known_names(graph)  # options may change which sizes exist
-        with graph:
+    names = known_names(graph)  # options may change which sizes exist
+    with graph:
+        graph.legend = family.describe(names)
+        if not symbolic:
             graph.defaults = graph.defaults | {name: size for name, size in preset.sizes.items() if name in names}
     return graph
 

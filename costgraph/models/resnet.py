@@ -151,5 +151,6 @@ FAMILIES = (
         },
         architectures={"ResNetModel": "resnet", "ResNetForImageClassification": "resnet"},
         read=read,
+        legend={"Z": "bottleneck reduction", "G": "convolution groups"},
     ),
 )

@@ -114,5 +114,11 @@ FAMILIES = (
             "rwkv-7-1.5b": _sizes(2048, 24, 96, 96, 64, 256),
             "rwkv-7-2.9b": _sizes(2560, 32, 96, 96, 64, 320),
         },
+        legend={
+            "R_w": "rank of the decay",
+            "R_a": "rank of the learning rate",
+            "R_v": "rank of the value mix",
+            "R_g": "rank of the gate",
+        },
     ),
 )

@@ -130,5 +130,6 @@ FAMILIES = (
         {"swin-t": _preset(96, 3, 6), "swin-s": _preset(96, 3, 18), "swin-b": _preset(128, 4, 18)},
         architectures={"SwinModel": "swin", "SwinForImageClassification": "swin"},
         read=read,
+        legend={"D": "channels in stage 1", "F": "MLP width in stage 1", "H#": "attention heads in stage #"},
     ),
 )

@@ -112,5 +112,11 @@ FAMILIES = (
         },
         architectures={"T5ForConditionalGeneration": "t5"},
         read=read,
+        legend={
+            "M": "encoder sequence length",
+            "L": "encoder layers",
+            "N": "decoder layers",
+            "buckets": "relative position buckets",
+        },
     ),
 )

@@ -145,5 +145,13 @@ FAMILIES = (
                 STABLE_DIFFUSION | TEXT, {"kept": (4,), "attended": (1, 2, 3), "text": True}
             ),
         },
+        legend={
+            "D#": "channels in level #",
+            "OC": "output channels",
+            "N": "normalization groups",
+            "M": "text length",
+            "E": "text width",
+            "L": "transformer layers",
+        },
     ),
 )

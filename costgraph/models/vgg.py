@@ -58,5 +58,6 @@ FAMILIES = (
         vgg,
         {name: _preset(*depths) for name, depths in DEPTHS.items()}
         | {f"{name}-bn": _preset(*depths, norm=True) for name, depths in DEPTHS.items()},
+        legend={"F": "width of linear layers", "L#": "convolutions in stage #"},
     ),
 )

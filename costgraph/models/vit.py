@@ -85,5 +85,6 @@ FAMILIES = (
         },
         architectures=dict.fromkeys(HEADS, "vit"),
         read=read,
+        legend={"pooled": "pooled width"},
     ),
 )

@@ -103,5 +103,15 @@ FAMILIES = (
         },
         architectures={"WhisperForConditionalGeneration": "whisper"},
         read=read,
+        legend={
+            "M": "encoder sequence length",
+            "mels": "mel bins",
+            "H": "encoder attention heads",
+            "F": "encoder MLP width",
+            "L": "encoder layers",
+            "HN": "decoder attention heads",
+            "FN": "decoder MLP width",
+            "N": "decoder layers",
+        },
     ),
 )

@@ -288,6 +288,7 @@ FAMILIES = (
         {"xlstm-7b": Preset({"D": 4096, "H": 8, "K": 256, "U": 512, "F": 10944, "L": 32, "V": 50304, "Q": 64})},
         architectures={"xLSTMForCausalLM": "xlstm"},
         read=read,
+        legend={"K": "head size of keys", "U": "head size of values"},
     ),
     Family(
         xlstm,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from ..algebra.symbols import shorten, shown
 from ..errors import BindingError
-from ..hardware.tables import Column, Table
+from ..hardware.tables import Column, Fact, Table, legend_rows
 from ..ir.graph import dimension_size as size_of
 from ..notation.validation import READ, guarded
 from .strategy_search import TIE, Plan, PlanPoint, Search, columns
@@ -55,6 +55,8 @@ class Crossovers(Table):
     """the dimension that varies"""
     rows: tuple[Crossing, ...]
     """by size"""
+    legend: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """descriptions of dimensions"""
 
     def _description(self) -> str:
         return f"{shorten(self.graph)}, {shorten(self.symbol)}: {len(self.rows)} plans"
@@ -66,11 +68,13 @@ class Crossovers(Table):
         degrees = [d for d in ("dp", "tp", "pp", "cp", "ep") if d in ("dp", "tp") or self._varies(d)]
         return (
             Column("size", "1", title=f"from {self.symbol}"), *(Column(d, "1", read=of(d)) for d in degrees),
-            Column("zero", "1", read=of("zero")), Column("micro_batch", "1", title="micro", read=of("micro_batch")),
-            Column("accumulate", "1", title="times", read=of("accumulate")),
-            Column("checkpoint", read=of("checkpoint")), Column("seconds", "s", title="step"),
-            Column("memory", "B", title="peak memory"),
+            Column("zero", "1", read=of("zero")), Column("micro_batch", "1", of("micro_batch"), "micro-batch"),
+            Column("accumulate", "1", of("accumulate")), Column("checkpoint", read=of("checkpoint")),
+            Column("seconds", "s", title="step"), Column("memory", "B", title="peak memory"),
         )  # fmt: skip
+
+    def _facts(self) -> Iterable[Fact]:
+        return [Fact(*row) for row in legend_rows({self.symbol}, self.legend)]
 
     def _varies(self, degree: str) -> bool:
         return any(row.plan is not None and getattr(row.plan, degree) != 1 for row in self.rows)
@@ -141,10 +145,11 @@ def crossovers(
     ...     sequence=True, accumulate=1,
     ... )
     >>> print(cg.plan.crossovers(found, "S", (1024, 65536), multiple_of=1024))
-    from S  dp  tp  zero  micro  times  checkpoint      step  peak memory
-     1,024   1   8     3      8      1  none          124 ms     20.17 GB
-     3,072   8   1     3      1      1  none        287.9 ms     31.08 GB
-    12,288                                               inf          inf
+    from S  dp  tp  zero  micro-batch  accumulate  checkpoint      step  peak memory
+     1,024   1   8     3            8           1  none          124 ms     20.17 GB
+     3,072   8   1     3            1           1  none        287.9 ms     31.08 GB
+    12,288                                                          inf          inf
+    symbols  S sequence length
     """
     place = "crossovers"
     family = found.family
@@ -168,7 +173,8 @@ def crossovers(
     while between := [(a + b) // 2 for a, b in pairwise(sorted(best)) if b - a > 1 and best[a].plan != best[b].plan]:
         look(between)
     every = [best[n] for n in sorted(best)]
-    return Crossovers(found.graph, symbol, tuple(every[:1] + [b for a, b in pairwise(every) if a.plan != b.plan]))
+    rows = tuple(every[:1] + [b for a, b in pairwise(every) if a.plan != b.plan])
+    return Crossovers(found.graph, symbol, rows, dict(family.model.legend))
 
 
 def _pair(place: str, within: object) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..analysis.training import mfu as utilization
 from ..analysis.training_memory import activation_memory, saved_state_bytes, state_bytes
 from ..bind.evaluate import Formula, answer
 from ..hardware.specs import Hardware, load_hardware
+from ..hardware.tables import legend_rows, names_in
 from ..hardware.units import format_bytes, format_quantity
 from ..ir.graph import (
     Graph,
@@ -82,6 +83,8 @@ class Preflight:
     """bound sizes"""
     rows: tuple[PreflightCheck, ...]
     """the checks"""
+    legend: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """descriptions of dimensions"""
 
     @property
     def ok(self) -> bool | None:
@@ -97,7 +100,9 @@ class Preflight:
         return f"Preflight({shorten(self.graph)} on {self.devices} {self.hardware.id})"
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.rows))
+        formulas = [v for row in self.rows for v in (row.figure, row.limit)]
+        names = set().union(*(names_in(v, str(v)) for v in formulas))
+        return "\n".join([*map(str, self.rows), *map("  ".join, legend_rows(names, self.legend))])
 
 
 @dataclass(frozen=True)
@@ -240,7 +245,7 @@ def preflight(
     run = _Run(step, device, given("preflight: devices", devices), rate, dims, fallback)
     used, bound = _utilizations(run, mfu, all_bound=known_names(step) <= sizes.keys())
     rows = [*_work(run, tokens, most_days, used), *_memory(run), *_speed(run, main_dtype, used, bound)]
-    return Preflight(step.name, device, answer(run.devices), sizes, tuple(rows))
+    return Preflight(step.name, device, answer(run.devices), sizes, tuple(rows), dict(step.root.legend))
 
 
 def _utilizations(run: _Run, assumed: Formula | None, *, all_bound: bool) -> tuple[Formula | None, Formula | None]:

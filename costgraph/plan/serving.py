@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 from itertools import islice
@@ -20,7 +20,7 @@ from ..errors import BindingError, GraphError, SpecError
 from ..hardware.links import Wire, extents, joined, wire
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
-from ..hardware.tables import Column, Table
+from ..hardware.tables import Column, Fact, Table, legend_rows
 from ..ir.graph import VIEWS, Graph, known_names, need_choice, need_graph, need_open, of_stages
 from ..ir.graph import dimension_size as size_of
 from ..notation.validation import READ, guarded
@@ -104,6 +104,8 @@ class Throughput(Table):
     """sizes of the other dimensions"""
     rows: tuple[ThroughputRow, ...]
     """by size"""
+    legend: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """descriptions of dimensions"""
 
     @property
     def best(self) -> ThroughputRow | None:
@@ -132,13 +134,17 @@ class Throughput(Table):
     def _columns(self) -> Sequence[Column]:
         return (
             Column("size", "1", title=self.symbol), Column("tokens", "1", shown=False),
-            Column("seconds", "s", title="step"), Column("lower_bound", "s", title="at least"),
-            Column("tokens_per_second", "1", title="tokens/s"), Column("most_tokens_per_second", "1", title="at most"),
-            *([Column("tokens_per_device", "1", title="a device")] if any(r.devices > 1 for r in self.rows) else []),
+            Column("seconds", "s", title="step"), Column("lower_bound", "s", title="lower bound"),
+            Column("tokens_per_second", "1", title="tokens/s"),
+            Column("most_tokens_per_second", "1", title="upper bound"),
+            *([Column("tokens_per_device", "1", title="per device")] if any(r.devices > 1 for r in self.rows) else []),
             Column("memory", "B", title="peak memory"),
             Column("fits", title="", text=lambda fits: "fits" if fits else "does not fit"),
-            Column("bound", title="bound by"),
+            Column("bound", title="bottleneck"),
         )  # fmt: skip
+
+    def _facts(self) -> Iterable[Fact]:
+        return [Fact(*row) for row in legend_rows({self.symbol}, self.legend)]
 
 
 def numbers(place: str, graph: Graph, dims: Mapping[str, Any], free: str) -> dict[str, int]:
@@ -210,9 +216,10 @@ def throughput(
     >>> import costgraph as cg
     >>> step = cg.decode(cg.models.load("llama-3-8b"))
     >>> print(cg.plan.throughput(step, "h100-sxm", "B", [1, 64], S=8192))
-     B      step  at least  tokens/s  at most  peak memory        bound by
-     1  4.805 ms  4.801 ms       208      208     17.13 GB  fits  memory
-    64  25.26 ms     25 ms     2,533    2,560      84.8 GB  fits  memory
+     B      step  lower bound  tokens/s  upper bound  peak memory        bottleneck
+     1  4.805 ms     4.801 ms       208          208     17.13 GB  fits  memory
+    64  25.26 ms        25 ms     2,533        2,560      84.8 GB  fits  memory
+    symbols  B batch size
     """
     place = "throughput"
     need_graph(place, graph)
@@ -225,7 +232,7 @@ def throughput(
     else:
         sizes = sorted({size_of(f"{place}: {symbol}", v) for v in _listed(values)})
     rows = tuple(_row(graph, device, {**dims, symbol: n}, {**fixed, symbol: n}, n, fallback) for n in sizes)
-    return Throughput(graph.name, device, symbol, fixed, rows)
+    return Throughput(graph.name, device, symbol, fixed, rows, dict(graph.root.legend))
 
 
 def _listed(values: object) -> list[Any]:

@@ -162,11 +162,11 @@ class Search(Table):
             *(Column(d, "1") for d in ("dp", "tp", "pp", "cp", "ep") if d in ("dp", "tp") or self._varies(d)),
             Column("zero", "1"),
             Column("sequence", title="seq", text=lambda split: "yes" if split else ""),
-            Column("micro_batch", "1", title="micro"), Column("accumulate", "1", title="times"),
+            Column("micro_batch", "1", title="micro-batch"), Column("accumulate", "1"),
             Column("checkpoint"),
             *(Column(name, text=_joined) for name in _CHOICES if self._several(name)),
             Column("seconds", "s", title="step"), Column("throughput", "1",
-            title=f"{self.unit}/s"), Column("memory", "B", title="peak memory"), Column("bound", title="bound by"),
+            title=f"{self.unit}/s"), Column("memory", "B", title="peak memory"), Column("bound", title="bottleneck"),
             Column("why", title="slower by"),
         )  # fmt: skip
 

@@ -294,4 +294,5 @@ def collect(
         unused_params=unused_params(graph, **dims),
         sent=tuple(_sent(graph, spec, execution[1], dims)),
         origin=_origin(graph),
+        legend=dict(graph.root.legend),
     )

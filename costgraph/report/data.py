@@ -198,6 +198,8 @@ class Facts:
     """communication in a sharded graph, by mesh axis and kind"""
     origin: str = ""
     """kernel origin: `declared, fused kernels`, `traced, eager`, or `traced, fused kernels`"""
+    legend: Mapping[str, str] = field(default_factory=dict)
+    """descriptions of dimensions"""
 
     @property
     def fits(self) -> bool | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import keyword
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from fractions import Fraction
 from typing import Any
 
@@ -19,6 +21,7 @@ from ..algebra.polynomial import Poly, generator, poly
 from ..algebra.symbols import is_name, shorten
 from ..bind.evaluate import Formula
 from ..errors import FormatError, UnsupportedError
+from ..hardware.tables import legend_rows
 
 __all__ = [
     "FORMATS",
@@ -28,8 +31,35 @@ __all__ = [
     "formula_python",
     "formula_text",
     "shared",
+    "with_legend",
     "write_formula",
+    "written_symbols",
 ]
+
+# symbols of the formulas written in the innermost block of `written_symbols`
+_WRITTEN: ContextVar[set[str] | None] = ContextVar("written", default=None)
+
+
+@contextmanager
+def written_symbols() -> Iterator[set[str]]:
+    """Collect the symbols of all formulas that are written as text in a block, for their legend."""
+    names: set[str] = set()
+    token = _WRITTEN.set(names)
+    try:
+        yield names
+    finally:
+        _WRITTEN.reset(token)
+
+
+def with_legend(lines: Iterable[str], descriptions: Mapping[str, str]) -> list[str]:
+    """Return lines, followed by the legend of the symbols in the formulas that these write.
+
+    The lines have to be written lazily, by a generator.
+    """
+    with written_symbols() as names:
+        text = [*lines]
+    legend = ["  ".join(row) for row in legend_rows(names, descriptions)]
+    return [*text, *([""] if legend else []), *legend]
 
 
 def common_part(formula: Formula) -> tuple[sympy.Expr, sympy.Expr]:
@@ -122,6 +152,12 @@ class _Text(StrPrinter):  # type: ignore[misc]  # sympy has no types
     _print_Min = _extremum  # noqa: N815  # as above
 
 
+def _record(formula: Formula) -> None:
+    written = _WRITTEN.get()
+    if written is not None and isinstance(formula, sympy.Expr):
+        written.update(s.name for s in formula.free_symbols)
+
+
 def formula_text(formula: Formula, *, grouped: bool = False) -> str:
     """Write a formula as text.
 
@@ -147,11 +183,13 @@ def formula_text(formula: Formula, *, grouped: bool = False) -> str:
     '4*F*(D + K) + Max(8*B*F, 4*B*K)'
     """
     printer = _Text(grouped)
+    _record(formula)
     return _assemble(formula, printer.doprint, ("*", "(", ")"))
 
 
 def factored(formula: Formula, *, grouped: bool = False) -> str:
     """Write a sum as text with its largest common factor in front."""
+    _record(formula)
     return _product(sympy.sympify(formula, strict=True), _Text(grouped).doprint, ("*", "(", ")"))
 
 

@@ -16,7 +16,8 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 
 from ..algebra.symbols import printable
-from ..hardware.tables import Column
+from ..hardware.tables import Column, legend_rows
+from .formula import written_symbols
 
 __all__ = ["WIDTH", "clean", "draw", "grid", "line", "listing", "texts"]
 
@@ -39,11 +40,16 @@ def clean(text: str, most: int = _LONGEST_NAME) -> str:
     return escape(line(text, most))
 
 
-def draw(parts: Iterable[RenderableType], width: int | None = None, *, color: bool = False) -> str:
+def draw(
+    parts: Iterable[RenderableType], legend: Mapping[str, str], width: int | None = None, *, color: bool = False
+) -> str:
     """Render rich renderables one below the other, without other control characters or trailing spaces.
 
-    The default width is 80. With `color`, include ANSI escape sequences.
+    The symbols of the formulas that the parts write follow, as `legend` describes them. The default width is 80. With
+    `color`, include ANSI escape sequences.
     """
+    with written_symbols() as names:
+        blocks = [*parts]
     file = io.StringIO()
     console = Console(
         file=file,
@@ -55,8 +61,10 @@ def draw(parts: Iterable[RenderableType], width: int | None = None, *, color: bo
         highlight=False,
         legacy_windows=False,
     )
-    console.print(Segments(Segment(printable(s.text), s.style) for s in console.render(Group(*parts))))
-    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
+    console.print(Segments(Segment(printable(s.text), s.style) for s in console.render(Group(*blocks))))
+    lines = [line.rstrip() for line in file.getvalue().rstrip().split("\n")]
+    rows = legend_rows(names, legend, (width or WIDTH) - 9)
+    return "\n".join([*lines, *([""] if rows else []), *map("  ".join, rows)])
 
 
 def grid(rows: Iterable[Sequence[str]], *, narrow: int = 1) -> Table:

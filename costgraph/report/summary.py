@@ -10,10 +10,10 @@ from ..algebra.polynomial import Poly, total
 from ..analysis.costs import costs, repeated_bodies
 from ..bind.evaluate import Formula, answer
 from ..errors import CostGraphError
-from ..hardware.tables import html_cells
+from ..hardware.tables import html_cells, legend_rows
 from ..ir.graph import Graph, bindings, scopes_of
 from ..ir.strides import numel
-from .formula import formula_text
+from .formula import formula_text, written_symbols
 
 __all__ = ["summary", "summary_html"]
 
@@ -34,8 +34,8 @@ def summary(graph: Graph) -> str:
     Returns
     -------
     str
-        A header with the sizes, one row per scope in program order, and the total. Scopes are cut off at the deepest
-        level with at most 40 rows.
+        A header with the sizes, one row per scope in program order, the total, and the legend of the symbols if the
+        graph has one. Scopes are cut off at the deepest level with at most 40 rows.
 
     Examples
     --------
@@ -53,23 +53,35 @@ def summary(graph: Graph) -> str:
     total                     2*D*F       4*B*D*F + B*F
     """
     try:
-        title, rows = _table(graph)
+        title, rows, legend = _described(graph)
     except CostGraphError:  # analyses fail on some graphs, such as unfinished ones
         return repr(graph)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n".join([title, *lines])
+    return "\n".join([title, *lines, *map("  ".join, legend)])
 
 
 def summary_html(graph: Graph) -> str:
     """Return the table of `summary` as HTML, which a notebook shows for a graph."""
     try:
-        title, (head, *rows) = _table(graph)
+        title, (head, *rows), legend = _described(graph)
     except CostGraphError:
         return f"<pre>{html.escape(repr(graph))}</pre>"
     sides = ["left"] * len(head)
     body = "".join(f"<tr>{html_cells('td', row, sides)}</tr>" for row in rows)
+    body += "".join(
+        f'<tr>{html_cells("th", [label], ["left"])}<td colspan="{len(head) - 1}" style="text-align: left">'
+        f"{html.escape(text)}</td></tr>"
+        for label, text in legend
+    )
     return f"<table><caption>{html.escape(title)}</caption><tr>{html_cells('th', head, sides)}</tr>{body}</table>"
+
+
+def _described(graph: Graph) -> tuple[str, list[tuple[str, ...]], list[tuple[str, str]]]:
+    """Return the title of a graph, its rows with the head first, and the legend."""
+    with written_symbols() as names:
+        title, rows = _table(graph)
+    return title, rows, legend_rows(names, graph.root.legend)
 
 
 def _table(graph: Graph) -> tuple[str, list[tuple[str, ...]]]:

@@ -190,7 +190,7 @@ def _symbolic_time_rows(r: Facts) -> Iterator[tuple[str, str]]:
         yield "time, lower bound", escape(show(times.lower_bound, "s"))
         yield "time, estimate", escape(show(times.estimate, "s"))
         yield from (("  note", escape(note)) for note in times.notes)
-    yield "  bound by", f"needs sizes, still unbound: {', '.join(r.unbound)}"
+    yield "  bottleneck", f"needs sizes, still unbound: {', '.join(r.unbound)}"
 
 
 def _table(title: str, head: str, parts: Sequence[Part], r: Facts) -> RenderableType:
@@ -289,7 +289,7 @@ def sections(r: Facts, *, formulas: bool = False) -> Iterator[RenderableType]:
 
 def render(r: Facts, *, formulas: bool = False, width: int | None = None, color: bool = False) -> str:
     """Return a report as text, with closed forms if `formulas`; `width` and `color` as in `draw`."""
-    return draw(sections(r, formulas=formulas), width, color=color)
+    return draw(sections(r, formulas=formulas), r.legend, width, color=color)
 
 
 # -- validation --------------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def render_validation(validation: Validation, width: int | None = None, *, color
         listing(title, texts(*head, amounts=head[1:]), rows)
         for title, (head, rows) in zip((heading, "times"), tables, strict=True)
     ]
-    return draw([*blocks, *(clean(text, 400) for text in validation.summary())], width, color=color)
+    return draw([*blocks, *(clean(text, 400) for text in validation.summary())], {}, width, color=color)
 
 
 # -- training plan -----------------------------------------------------------------------------------------------------
@@ -373,4 +373,4 @@ def _sections(plan: Preflight) -> Iterator[RenderableType]:
 
 def render_plan(plan: Preflight, *, width: int | None = None, color: bool = False) -> str:
     """Return the checks as text; `width` and `color` as in `draw`."""
-    return draw(_sections(plan), width, color=color)
+    return draw(_sections(plan), plan.legend, width, color=color)

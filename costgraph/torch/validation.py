@@ -674,7 +674,7 @@ class Validation(Table):
             Column("peak", "B", lambda r: r.measured.peak), Column("declared", "B", lambda r: r.off("declared")),
             Column("traced", "B", lambda r: r.off("traced")),
             Column("seconds", "s", lambda r: r.seconds.min, title="fastest run"),
-            Column("lower_bound", "s", lambda r: r.modelled.bound, title="at least"),
+            Column("lower_bound", "s", lambda r: r.modelled.bound, title="lower bound"),
             Column("estimate", "s", lambda r: r.modelled.estimate), Column("outcome", title="follows"),
         )  # fmt: skip
 

@@ -256,6 +256,7 @@ def page_data(name: str, views: Mapping[str, Graph], devices: Sequence[Hardware]
         "keys": [f"{kind} {dtype}" for kind, dtype in keys],
         "views": view_data,
         "devices": [_device(d, keys) for d in devices],
+        "legend": {n: text for graph in reversed([*views.values()]) for n, text in graph.legend.items()},
         "sizes": _initial_sizes(list(views.values()), all_stages, [view["counts"] for view in view_data]),
         "tables": tables.data(),
     }

@@ -34,7 +34,7 @@ def render_held(held: Held, width: int | None = None, *, color: bool = False) ->
         rows = [(f"{n:,} of {clean(family)}", clean(why, _LONGEST_REASON)) for (family, why), n in held.reasons.items()]
         parts += [grid([("not predicted", ""), *rows])]
     parts += [grid([("holds" if limit.holds else "fails", clean(str(limit), 400)) for limit in held.limits])]
-    return draw(parts, width, color=color)
+    return draw(parts, {}, width, color=color)
 
 
 def render_calibrated(found: Calibrated, width: int | None = None, *, color: bool = False) -> str:
@@ -42,7 +42,7 @@ def render_calibrated(found: Calibrated, width: int | None = None, *, color: boo
     figures = found.model.figures
     left = sum(found.unpredicted.values())
     if figures is None:
-        return draw([f"{clean(found.model.records)}: fitted, {left:,} records have no time"], width, color=color)
+        return draw([f"{clean(found.model.records)}: fitted, {left:,} records have no time"], {}, width, color=color)
     heads = ("fitted", "folds", "shapes", "devices")
     rows = [*figures.families.items(), ("all", (figures.rows, *(getattr(figures, head) for head in heads)))]
     cells = [(name, f"{n:,.0f}", *(f"{share:.1%}" for share in shares)) for name, (n, *shares) in rows]
@@ -53,7 +53,7 @@ def render_calibrated(found: Calibrated, width: int | None = None, *, color: boo
         ("shapes", "all of a tenth of the shapes and models are"), ("devices", "all of a device are"),
         ("no time", f"{left:,} records"),
     ])  # fmt: skip
-    return draw([listing(title, columns, cells, whole=("family",)), legend], width, color=color)
+    return draw([listing(title, columns, cells, whole=("family",)), legend], {}, width, color=color)
 
 
 # -- plot --------------------------------------------------------------------------------------------------------------

@@ -295,7 +295,8 @@
       });
       box.addEventListener("blur", show);
       show();
-      return make("div", { class: "size" }, make("label", { for: `size-${name}` }, name), slider, box);
+      const described = data.legend[name] ? [make("span", { class: "described" }, data.legend[name])] : [];
+      return make("div", { class: "size" }, make("label", { for: `size-${name}` }, name), slider, box, ...described);
     }));
   };
 
