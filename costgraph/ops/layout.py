@@ -172,6 +172,11 @@ class Rearrange(OpKind):
             return [Result(merged, x.dtype, domain=domain)]
         return [Result(merged, x.dtype, strides, of=0, offset=x.offset, domain=domain)]
 
+    def inverse(self, sizes: Sizes) -> Rearrange:
+        """Return the rearrangement back to an operand of the given shape."""
+        split = tuple(self.split[i] for i in self.order)
+        return Rearrange(split=split, order=tuple(map(self.order.index, range(len(self.order)))), merged=sizes)
+
     def _common_factors(
         self, op: Op
     ) -> tuple[Mapping[str, Poly], list[tuple[str, ...]], list[tuple[str, ...]], set[str]]:
@@ -749,6 +754,9 @@ class KeepAlive(OpKind):
     """Function of the program that defines the operand's gradient, or the reason why it is an autograd leaf."""
     leaf: Flag = False
     """Whether it is an autograd leaf whose gradient belongs to no parameter of the graph."""
+    rebased: Flag = False
+    """Whether it is a view whose base, the second operand, was written in place: autograd then takes the view of the
+    base again with `as_strided`."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
     placed = splits.as_it_is
 

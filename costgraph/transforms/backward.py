@@ -22,6 +22,7 @@ from .reverse_mode import (
     pull_loop,
     recompute,
 )
+from .views import rebase_views
 
 __all__ = [
     "backward",
@@ -83,9 +84,9 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | bool | None = None) ->
 
 def prepared(graph: Graph, policy: Checkpoint) -> Graph:
     """Return a copy of a forward graph to which a backward pass can be added."""
-    return keep_branch_residuals(
-        protect_saved(hoist(peel(policy.prepared(graph), policy.stops_early_in))), _hooks(policy)
-    )
+    new = hoist(peel(policy.prepared(graph), policy.stops_early_in))
+    active = active_in(new.ops, (t for t in new.tensors if t.producer is None and t.requires_grad))
+    return keep_branch_residuals(protect_saved(rebase_views(new, active)), _hooks(policy))
 
 
 def differentiate(

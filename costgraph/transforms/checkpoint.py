@@ -23,10 +23,10 @@ from ..notation.validation import (
 )
 from ..ops.einsum import Einsum
 from ..ops.kv_cache import Cache
-from .reverse_mode import is_view_op
 from .rewrite import Rewriter
 from .selection import Layers
 from .shard.parallelize import SUMMED
+from .views import is_view_op
 
 __all__ = ["Checkpoint", "every", "every_block", "from_start", "nest", "policy_of", "read_checkpoint", "selective"]
 

@@ -50,9 +50,10 @@ from ..ops.loops import Kernel, kernel
 from ..ops.opaque import need_declared
 from ..ops.reduce import reduce
 from .precision import word
-from .reverse_mode import is_view_op, scoped
+from .reverse_mode import scoped
 from .rewrite import Rewriter
 from .selection import Names, split_at_layers
+from .views import is_view_op
 
 __all__ = [
     "sum_groups",

@@ -25,7 +25,6 @@ from ..ops.fill import SliceUpdate, assign, fill
 from ..ops.functions import FUNCTIONS, names_in
 from ..ops.layout import (
     Concat,
-    Expand,
     KeepAlive,
     Rearrange,
     Slice,
@@ -42,6 +41,7 @@ from ..ops.reduce import Pool
 from ..optimizers import Optimizer, Slot
 from .rewrite import Rewriter, flat
 from .shard.partial_sums import origin
+from .views import embed, is_unseen, is_view_op, replay, view_path, write_through, written_op
 from .vjp.kernels import INSIDE, KERNELS, KernelBackward
 from .vjp.table import Rule, VJPContext, is_alone, restricted, rule_of, vjp, zero_filled
 
@@ -59,7 +59,6 @@ __all__ = [
     "BackwardHooks",
     "Leaf",
     "ReverseMode",
-    "is_view_op",
     "scoped",
     "preallocate_stack",
     "keep_branch_residuals",
@@ -295,20 +294,16 @@ def protect_saved(graph: Graph) -> Graph:
     active = active_in(graph.ops, (t for t in graph.tensors if t.producer is None and t.requires_grad))
     rewriter = _SavedProtector()
     for op in graph.ops:
-        if isinstance(op.kind, Pointwise) and op.kind.inplace and not _is_unseen(op):
+        if isinstance(op.kind, Pointwise) and op.kind.inplace and not is_unseen(op):
             x, grad_expressions = op.operands[0], op.kind.function.grad or ()
             tensor_arguments = [i for i, s in enumerate(op.kind.scalars or (None,) * len(op.operands)) if s is None]
             active_arguments = [i for i, t in zip(tensor_arguments, op.operands, strict=True) if t in active]
             if any("a" in names_in(expression) for i in active_arguments for expression in grad_expressions[i : i + 1]):
-                writes_all = x.is_contiguous and x.numel == x.storage.elements
+                found = view_path(x)
+                is_base = found is None or not found[1]
+                writes_all = is_base and x.is_contiguous and x.numel == x.storage.elements
                 (rewriter.ops if writes_all else rewriter.parts).add(op)
     return rewriter.run(graph)
-
-
-def _is_unseen(op: Op) -> bool:
-    """Whether an in-place write is hidden from autograd: all readers see the tensor as it was."""
-    readers = [o.kind for o in op.graph.successors(op.results[0])]
-    return bool(readers) and all(isinstance(kind, SliceUpdate) and kind.untracked for kind in readers)
 
 
 class _SavedProtector(Rewriter):
@@ -603,15 +598,6 @@ def scoped(op: Op) -> AbstractContextManager[None]:
     return opened(levels=tuple(op.scope.split("/")) if op.scope else ())
 
 
-def is_view_op(op: Op) -> bool:
-    """Whether an op only returns a view of its operand's storage."""
-    return (
-        isinstance(op.kind, Rearrange | Slice | Expand)
-        and op.results[0].storage is op.operands[0].storage
-        and not op.kind.overwrites()
-    )
-
-
 class ReverseMode:
     """Reverse walk over one graph or body, with the gradients of its tensors.
 
@@ -768,22 +754,27 @@ class ReverseMode:
     def pull(self, op: Op) -> None:
         """Apply one op's gradient rule and accumulate the results."""
         needs = tuple(t in self.active for t in op.operands)
-        write = None if self.fused else _write_of(op)
+        write = None if self.fused else written_op(op)
         if write is not None and any(needs):
             with scoped(write):
-                self.embed(op, write)
+                self.write_back(op, write)
+            return
         grads = tuple(self.take(t) for t in op.results)
         if not (any(needs) or is_leaf(op)) or all(g is None for g in grads):
             return
-        if write is not None and grads[0] is not None:
-            with scoped(write):
-                self.write_back(op, write, grads[0])
-            return
         with scoped(op):
+            if isinstance(op.kind, KeepAlive) and op.kind.rebased and grads[0] is not None:
+                found = view_path(*op.operands)
+                assert found is not None
+                self.put(op.operands[1], embed(found[1], op.operands[1], grads[0]))
+                return
             if op not in self.rules and isinstance(op.kind, Slice) and op.kind.split and grads[0] is not None:
                 self.parts.setdefault(op.operands[0], {})[op] = grads[0]
                 return
-            operand_grads = self.gradients(op, grads, needs)
+            operand_grads = list(self.gradients(op, grads, needs))
+            if needs[0] and operand_grads[0] is None and grads[0] is not None and op.kind.overwrites() == (0,):
+                zeros = fill(op.operands[0].shape, dtype=grads[0].dtype)  # as `zero_`, `fill_` and `copy_` do
+                operand_grads[0] = zeros if self.fused else keep_alive(zeros, grads[0])
             # gradients may share a tensor: adding one in place must not overwrite those still to come
             self.partial_grads.update(grad.storage for grad in operand_grads if grad is not None)
             for t, grad in zip(op.operands, operand_grads, strict=True):
@@ -791,35 +782,31 @@ class ReverseMode:
                     self.partial_grads[grad.storage] -= 1
                 self.put(t, grad)
 
-    def embed(self, op: Op, write: Op) -> None:
-        """Embed the gradient of a written view in zeros, and add it to the gradient of its base.
+    def write_back(self, op: Op, write: Op) -> None:
+        """Walk back over an op that wrote into a view of a tensor, as torch's `CopySlices`.
 
-        torch replays the view of the written tensor, so that its gradient arrives through `AsStridedBackward`.
+        The view is taken of the written tensor again, so that its gradient arrives through `AsStridedBackward`. The
+        whole gradient is copied. The view's gradient is cloned and passed to the op, whose result overwrites the view.
         """
-        grad = self.take(write.results[0])
+        base, found = op.operands[0], view_path(write.operands[0], op.operands[0])
+        if found is None:
+            raise GraphError(f"gradient of {base!r}: {write.name!r} does not write into it")
+        _, path = found
+        view_grad = self.take(write.results[0])
+        if view_grad is not None:
+            self.put(op.results[0], embed(path, base, view_grad))
+        grad = self.take(op.results[0])
         if grad is None:
             return
-        whole = op.results[0]
-        zeros = fill(whole.shape, dtype=grad.dtype)
-        written = assign(_apply_views(zeros, op.operands[0], write.operands[0]), grad)
-        self.put(whole, apply(op.kind, [zeros, _apply_views(written, write.results[0], op.operands[1])], "embedded")[0])
-
-    def write_back(self, op: Op, write: Op, grad: Tensor) -> None:
-        """Walk back over an op that wrote into a slice of a tensor, as torch's `CopySlices`.
-
-        The whole gradient is copied. The slice's gradient is cloned and passed to the op, whose result overwrites
-        the slice.
-        """
         copied = pointwise("copy", grad)
-        part = _apply_views(copied, op.operands[0], write.operands[0])
+        part = replay(path, copied)
         needs = tuple(t in self.active for t in write.operands)
-        operand_grad, *other_grads = self.gradients(write, (pointwise("copy", part, name="clone"),), needs)
+        clone = pointwise("copy", part, name="clone")
+        operand_grad, *other_grads = self.gradients(write, (clone,), needs)
         if needs[0]:
-            written = assign(part, fill(part.shape, dtype=part.dtype) if operand_grad is None else operand_grad)
-            (updated,) = apply(
-                op.kind, [copied, _apply_views(written, write.results[0], op.operands[1])], "slice_update"
-            )
-            self.put(op.operands[0], keep_alive(updated, grad))
+            if operand_grad is None:
+                operand_grad = keep_alive(fill(part.shape, dtype=part.dtype), clone)
+            self.put(base, keep_alive(write_through(copied, part, assign(part, operand_grad)), grad))
         for t, g in zip(write.operands[1:], other_grads, strict=True):
             self.put(t, g if g is None or needs[0] else keep_alive(g, grad, copied))
 
@@ -921,24 +908,6 @@ def _in_own_format(op: Op, operand_grad: Tensor, order: Sequence[int], grad: Ten
     ]
     producer.state(workspace=producer.workspace + total(t.numel * t.dtype.bytes for t in converted))
     return operand_grad
-
-
-def _write_of(op: Op) -> Op | None:
-    """Return the in-place op that wrote the slice of a `SliceUpdate` tensor, None for other ops."""
-    if not isinstance(op.kind, SliceUpdate) or op.kind.untracked:
-        return None
-    write = op.operands[1].producer
-    while write is not None and is_view_op(write):
-        write = write.operands[0].producer
-    return write if write is not None and write.kind.overwrites() == (0,) and len(write.results) == 1 else None
-
-
-def _apply_views(t: Tensor, base: Tensor, part: Tensor) -> Tensor:
-    """Apply the views that lead from `base` to `part` to another tensor."""
-    if part is base:
-        return t
-    assert part.producer is not None
-    return apply(part.producer.kind, [_apply_views(t, base, part.producer.operands[0])], part.producer.kind.name)[0]
 
 
 def _save_indices(op: Op) -> None:

@@ -3,14 +3,18 @@
 import argparse
 import importlib
 import random
+import re
 import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 
 import costgraph as cg
 
 WHAT = ("programs", "chains", "ranks")
+#: Kinds of refusals that are printed.
+MOST_KINDS = 12
 
 
 def checks(names):
@@ -28,11 +32,17 @@ def checks(names):
 def one(check, seed):
     """Run a check with one seed; an unexpected exception counts as a wrong result."""
     try:
-        return check(random.Random(seed)) or (1, 0, [])  # checks that assert return nothing
-    except cg.CostGraphError:
-        return 1, 1, []
+        return check(random.Random(seed)) or (1, [], [])  # checks that assert return nothing
+    except cg.CostGraphError as error:
+        return 1, [str(error)], []
     except Exception:
-        return 1, 0, [traceback.format_exc(limit=-3)]
+        return 1, [], [traceback.format_exc(limit=-3)]
+
+
+def kind_of(message):
+    """Return an error message without names, numbers and program lines, so that similar refusals count as one."""
+    text = message.splitlines()[0].partition("; ")[0]
+    return re.sub(r"'[^']*'|/\S+|\d+", "_", text)[:160]
 
 
 def main(arguments=None):
@@ -48,13 +58,14 @@ def main(arguments=None):
     warnings.simplefilter("ignore")
     selected = checks(given.what or WHAT)
     draws, seed, end = dict.fromkeys(selected, 0), given.seed, time.monotonic() + 60 * given.minutes
-    answers, refusals, failed = dict(draws), dict(draws), dict(draws)
+    answers, failed = dict(draws), dict(draws)
+    refusals = {name: Counter() for name in selected}
     while selected and (seed - given.seed < given.count if given.count else time.monotonic() < end):
         for name, check in selected.items():
             tried, refused, wrong = one(check, seed)
             draws[name] += tried > 0
             answers[name] += tried
-            refusals[name] += refused
+            refusals[name].update(map(kind_of, refused))
             failed[name] += bool(wrong)
             if wrong and not given.quiet:
                 again = f"python -m {__package__} --what {name} --seed {seed} --count 1"
@@ -65,9 +76,11 @@ def main(arguments=None):
         rate = 1000 * failed[name] / max(count, 1)
         worst = max(worst, rate)
         print(
-            f"{name}: {count} drawn, {answers[name]} questions, {refusals[name]} refused, "
+            f"{name}: {count} drawn, {answers[name]} questions, {refusals[name].total()} refused, "
             f"{failed[name]} wrong ({rate:.1f} per thousand)"
         )
+        for text, number in refusals[name].most_common(MOST_KINDS):
+            print(f"  refused {number / max(answers[name], 1):.1%}: {text}")
     return int(worst > given.limit)
 
 

@@ -17,9 +17,10 @@ from ...ir.graph import Graph, Op, Tensor, added_since, apply, opened
 from ...ir.strides import Sizes, is_integral
 from ...ops.access_footprint import larger
 from ...ops.fill import SliceUpdate
-from ...ops.layout import Concat, KeepAlive, StopGradient, reshape
+from ...ops.layout import Concat, Expand, KeepAlive, StopGradient, reshape
 from ...ops.opaque import CustomCall, Output
 from ...transforms.reroll import Join, LoopTrace
+from ...transforms.views import rebased, view_path, write_through
 from .call import Call, Counts, Spec
 from .recorder import Barrier, Event, FormatAssertion, Handle, JoinedTensor, LoopIteration, RecordedOp, Release, Source
 from .rules.counts import counts_of
@@ -269,8 +270,9 @@ class Builder:
         if write is None or base is None or base.apart(write.part):
             return base
         part = part_of(write.part, base, write.tensors.values())
-        if part is None:
-            return None
+        overwritten = write is not self.last_writes.get(handle.storage)
+        if part is None or (overwritten and part.sizes != write.part.sizes):  # a reshape reads the written values
+            return self._replayed(handle, base, write)
         with opened(graph=self.graph, levels=(), phase=self.phase):
             update = write.part if write.part.sizes == part.sizes else reshape(write.part, part.sizes)
             axes, starts, steps = zip(*part.axis_slices, strict=True) if part.axis_slices else ((), (), ())
@@ -278,6 +280,35 @@ class Builder:
             (updated,) = apply(kind, [base, update], "slice_update")
         self.tensors[handle.storage][handle] = self.first[handle.storage] = updated
         return updated
+
+    def _replayed(self, handle: Handle, view: Tensor, write: LastWrite) -> Tensor | None:
+        """Return a view after the last write, if the written part is no slice of it; None if that is impossible."""
+        found, written = view_path(view), view_path(write.part)
+        if found is None or written is None or any(isinstance(op.kind, Expand) for op in written[1]):
+            return None
+        root_handle, views = _handle_of(found[0], handle.storage), self.tensors[handle.storage]
+        last = self.last_writes[handle.storage]
+        with opened(graph=self.graph, levels=(), phase=self.phase):
+            if not found[1] and write is last:
+                views[handle] = write_through(view, write.part, write.part, unseen=write.unseen)
+                self.first[handle.storage] = views[handle]
+            elif found[1] and handle != root_handle:
+                root = views.get(root_handle) or self._apply_slice_writes(root_handle, last)
+                if root is not None:
+                    views[handle] = rebased(found[1], root)
+        return views.get(handle)
+
+    def _settle_base(self, storage: int) -> None:
+        """Apply the last write to the base, before another one, unless a slice update can do so at any time."""
+        write = self.last_writes.get(storage)
+        found = None if write is None else view_path(write.part)
+        if write is None or found is None:
+            return
+        handle = _handle_of(found[0], storage)
+        base = None if handle in self.tensors[storage] else write.tensors.get(handle)
+        part = None if base is None else part_of(write.part, base, ())
+        if base is not None and (part is None or part.sizes != write.part.sizes):
+            self._apply_slice_writes(handle, write)
 
     def settle(self, handle: Handle) -> None:
         """Apply pending slice writes to a tensor."""
@@ -301,6 +332,9 @@ class Builder:
             self._last_allocation = self._clock
             self._alive |= dict.fromkeys(allocated)
         self.phase = call.phase
+        if call.moves:
+            for storage in {self._canonical(h).storage for h, of, _, _ in call.outputs if of is not None}:
+                self._settle_base(storage)
         operands = [self.tensor(h) for h in call.operands]
         read = self._apply(call, operands)
         self._last_read |= {call.operands[i].storage: self._clock for i in read}

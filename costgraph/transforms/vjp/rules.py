@@ -234,13 +234,9 @@ def _only(pull: VJPContext[Any]) -> Tensor | None:
 def _rearrange(pull: VJPContext[Rearrange]) -> Sequence[Tensor | None]:
     """Invert the rearrangement; a mere copy passes the gradient on."""
     g, kind, (x,) = _only(pull), pull.kind, pull.op.operands
-    split, order = kind.split, kind.order
-    if g is None or (kind.merged == x.sizes and list(order) == sorted(order)):
+    if g is None or (kind.merged == x.sizes and list(kind.order) == sorted(kind.order)):
         return [g]
-    back = Rearrange(
-        split=tuple(split[i] for i in order), order=tuple(order.index(i) for i in range(len(order))), merged=x.sizes
-    )
-    return [apply(back, [g], "rearrange")[0]]
+    return [apply(kind.inverse(x.sizes), [g], "rearrange")[0]]
 
 
 @vjp(Slice)
