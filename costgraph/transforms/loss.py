@@ -60,10 +60,14 @@ class Trained(Rewriter):
 Loss = Callable[..., Tensor]
 
 
+def _targets(logits: Tensor) -> Tensor:
+    """Declare the input with a class for each position."""
+    return logits.graph.input("targets", [n.expr for n in logits.sizes[:-1]], dtype="int64")
+
+
 def _cross_entropy(logits: Tensor) -> Tensor:
     """Return the cross-entropy against targets, declared as an input."""
-    targets = logits.graph.input("targets", [n.expr for n in logits.sizes[:-1]], dtype="int64")
-    return cross_entropy(logits, targets)
+    return cross_entropy(logits, _targets(logits))
 
 
 def _to(logits: Tensor, dtype: DType) -> Tensor:
@@ -79,7 +83,7 @@ def _cross_entropy_in_fp32(logits: Tensor) -> Tensor:
 
 
 def _transformers(logits: Tensor) -> Tensor:
-    """Return the loss of causal language models in transformers >= 4.49, against labels declared as an input.
+    """Return the loss of causal language models in transformers >= 4.49, against targets declared as an input.
 
     `ForCausalLMLoss` in loss/loss_utils.py casts logits to fp32, and pads and shifts the labels, not the logits. Its
     variables, and the logits of the model's `forward`, live until the loss is computed. `Trainer.compute_loss` then
@@ -91,7 +95,7 @@ def _transformers(logits: Tensor) -> Tensor:
     """
     if logits.ndim < 2:
         raise ShapeError(f"loss 'transformers' of {logits!r}: expected an axis of positions and one of the vocabulary")
-    labels = logits.graph.input("labels", [n.expr for n in logits.sizes[:-1]], dtype="int64")
+    labels = _targets(logits)
     with module(logits.graph, "loss"):
         wide = _to(logits, find_dtype("fp32"))
         padded = pointwise("copy", labels, name="pad")
@@ -164,7 +168,7 @@ def read_loss(text: str) -> str | Loss:
 
 
 def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
-    """Return the graph with its loss as the only output, which `Graph.loss` still names.
+    """Return the graph with its loss as the only output, and the name of an added loss.
 
     The loss is a name such as `cross_entropy`, or a function of the outputs that returns a scalar. Default: the loss
     that the graph names, or its only output if that is a scalar. Raises GraphError if there is neither.
@@ -174,6 +178,7 @@ def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
     scalars = [t for t in graph.outputs if not t.sizes]
     new = Trained().run(graph)
     with new:
+        new.loss = None  # a scalar output is a loss without a name
         if loss is not None or len(scalars) != 1 or len(graph.outputs) != 1:
             new.outputs = [_apply_loss(new, named)]
             name = named if isinstance(named, str) else getattr(named, "__name__", None)
@@ -271,8 +276,7 @@ class _ChunkedCrossEntropy:
 def _chunked_loss(logits: Tensor, count: Poly, logits_dtype: DType | None) -> Tensor:
     """Return the mean loss over positions from a loop over chunks; the ops that computed the logits are removed."""
     chain, x = _logits_chain(logits)
-    graph = logits.graph
-    targets = graph.input("targets", [n.expr for n in logits.sizes[:-1]], dtype="int64")
+    graph, targets = logits.graph, _targets(logits)
     names = [f"a{i}" for i in range(logits.ndim - 2)]
     before, after = f"{' '.join(names)} (n s)", f"n {' '.join(names)} s"
     parts = tuple(

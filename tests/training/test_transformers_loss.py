@@ -132,6 +132,13 @@ def test_report_names_the_loss(loss, title, tmp_path):
     assert "\nloss  " not in str(cg.report(head(64), B=4, S=64, D=8))
 
 
+def test_a_scalar_output_is_a_loss_without_a_name():
+    model = cg.models.from_config(FIELDS)
+    with model:
+        model.outputs = [cg.reduce(model.outputs[0], "b s v -> ", "mean")]
+    assert cg.report(cg.training_step(model), B=2, S=8).training.loss is None
+
+
 def test_losses_parse_from_text():
     assert all(read_loss(name) == name for name in LOSSES)
     assert read_loss("chunked:8") == cg.chunked_cross_entropy(8)
