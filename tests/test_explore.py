@@ -26,7 +26,7 @@ from costgraph.report.explore import (
 from costgraph.report.explore import (
     page as tables,
 )
-from costgraph.report.explore.page import Tables, views_of
+from costgraph.report.explore.page import Tables, page_data, views_of
 
 ENGINE = files("costgraph") / "report" / "explore" / "assets" / "engine.js"
 NODE = shutil.which("node")
@@ -176,6 +176,14 @@ def lm():
         g.output(cg.linear(x, "b s d -> b s v", v=V, name="head"))
         g.loss, g.defaults = "cross_entropy", {"D": 4096, "V": 32000, "L": 32}
     return g
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-base", "whisper-tiny"])
+def test_page_opens_at_sizes_that_the_model_allows(name):
+    graph = load(name)
+    sizes = page_data(name, {"forward": graph}, [cg.load_hardware("h100-sxm")])["sizes"]
+    assert sizes["S"] <= sizes["P"]
+    assert cg.peak_memory(graph, **{n: size for n, size in sizes.items() if n not in graph.defaults}) > 0
 
 
 @needs_node

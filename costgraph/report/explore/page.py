@@ -225,9 +225,9 @@ def _rank(graph: Graph, options: Mapping[str, str]) -> Graph:
 
 # -- page data ---------------------------------------------------------------------------------------------------------
 
-# initial sizes of unbound dimensions, else 1: small enough for most devices
-_START = {"S": 2048}
-#: To find valid sizes, try these powers of two for up to so many dimensions.
+#: Initial sizes of unbound dimensions, small enough for most devices: the first that the model allows.
+_START = {"S": (2048, 1024, 512, 256, 128, 64, 1)}
+#: To find valid sizes, try these powers of two for up to so many other dimensions.
 _MAX_FREE, _CANDIDATES = 4, (1, 2, 4, 8)
 _STAGES = ("first", "middle", "last")
 
@@ -268,12 +268,17 @@ def _initial_sizes(
     """Return the initial sizes: model defaults or small values, valid in all views if possible."""
     names = sorted(frozenset().union(*map(known_names, stage_graphs)))
     defaults = {name: size for graph in reversed(graphs) for name, size in graph.defaults.items()}
-    initial = {n: defaults.get(n, _START.get(n, 1)) for n in names}
+    initial = {n: defaults.get(n, _START.get(n, (1,))[0]) for n in names}
     for stage, minimums in zip(stage_graphs, counts, strict=True):
         names_of_stage = known_names(stage)
-        free = [n for n in names if n in names_of_stage and n not in defaults and n not in _START][:_MAX_FREE]
-        for tried in product(_CANDIDATES, repeat=len(free)):
-            sizes = initial | {n: max(initial[n], size) for n, size in zip(free, tried, strict=True)}
+        unbound = [n for n in names if n in names_of_stage and n not in defaults]
+        started = [n for n in unbound if n in _START]
+        free = [n for n in unbound if n not in _START][:_MAX_FREE]
+        for tried in product(*(_START[n] for n in started), *(_CANDIDATES for _ in free)):
+            sizes = initial | {
+                n: (min if n in _START else max)(initial[n], size)
+                for n, size in zip([*started, *free], tried, strict=True)
+            }
             if _are_valid(stage, {n: sizes[n] for n in names_of_stage}) and all(
                 sizes[n] >= minimum for n, minimum in minimums.items()
             ):

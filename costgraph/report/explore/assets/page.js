@@ -233,7 +233,7 @@
     const view = data.views[state.view], device = data.devices[state.device];
     engine.set(state.sizes);
     const broken = violated(engine, view);
-    at("warnings").replaceChildren(...(broken.length ? ["At these sizes this is not so: ", make("ul", {}, ...broken.map(b => make("li", {}, b)))] : []));
+    at("warnings").replaceChildren(...(broken.length ? ["These sizes violate: ", make("ul", {}, ...broken.map(b => make("li", {}, b)))] : []));
     const i = holding(engine, view.peak), times = spent(engine, view, device, state.device);
     if (i < 0) return at("warnings").append(" The formulas are undefined at these sizes.");
     const words = cards(view, device, view.peak[i], times, times && Math.max(...together(view).map(v => least(engine, v, device, state.device))));
