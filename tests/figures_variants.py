@@ -12,6 +12,7 @@ from figures_text import answer, asked, numbers
 from figures_zoo import ops, points, regimes, training_step
 
 import costgraph as cg
+from costgraph import optimizers
 
 #: Models in the subset `net`, one per architecture.
 MODELS = (
@@ -53,12 +54,12 @@ PRECISIONS: Variants = {
     for name in ("fp32", "bf16-master", "bf16-mixed", "fp16-mixed", "megatron-bf16", "fp8")
 }
 OPTIMIZERS: Variants = {
-    **{f"optimizer {name}": step(optimizer=make()) for name, make in sorted(cg.optimizers.OPTIMIZERS.items())},
+    **{f"optimizer {name}": step(optimizer=make()) for name, make in sorted(optimizers.OPTIMIZERS.items())},
     "optimizer sgd with momentum": step(optimizer=cg.SGD(momentum=0.9, nesterov=True, weight_decay=0.1)),
-    **{f"adamw {name}": step(optimizer=cg.AdamW(implementation=name)) for name in cg.optimizers.IMPLEMENTATIONS},
+    **{f"adamw {name}": step(optimizer=cg.AdamW(implementation=name)) for name in optimizers.IMPLEMENTATIONS},
     **{
         f"adamw {name}": step(optimizer=cg.AdamW(implementation="fused", states=name))
-        for name in sorted(cg.optimizers.STATES)
+        for name in sorted(optimizers.STATES)
     },
 }
 OPTIONS: Variants = {

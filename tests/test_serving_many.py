@@ -46,7 +46,7 @@ def test_batch_sizes_are_divisible_by_mesh():
     table = cg.plan.throughput(cg.parallelize(DECODE, dp=3, tp=4), H200, "B", S=8191)
     most = cg.largest(cg.parallelize(DECODE, tp=4), "B", hardware=H200, S=8191)
     assert [r.size for r in table.rows] == [3, 6, 12, 24, 48, 96, 192, 384, 3 * most]
-    assert "a device" in str(table)
+    assert "per device" in str(table)
     assert all(r.fits for r in table.rows)
 
 

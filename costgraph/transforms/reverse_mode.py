@@ -772,7 +772,10 @@ class ReverseMode:
                 self.parts.setdefault(op.operands[0], {})[op] = grads[0]
                 return
             operand_grads = list(self.gradients(op, grads, needs))
-            if needs[0] and operand_grads[0] is None and grads[0] is not None and op.kind.overwrites() == (0,):
+            overwritten = op.kind.overwrites() == (0,) and needs[0] and operand_grads[0] is None
+            # in a kernel, other readers give the overwritten value its gradient
+            is_read = self.fused and op.graph.out_degree(op.operands[0]) > 1
+            if overwritten and grads[0] is not None and not is_read:
                 zeros = fill(op.operands[0].shape, dtype=grads[0].dtype)  # as `zero_`, `fill_` and `copy_` do
                 operand_grads[0] = zeros if self.fused else keep_alive(zeros, grads[0])
             # gradients may share a tensor: adding one in place must not overwrite those still to come

@@ -22,6 +22,7 @@ def model():
         g.loss = "cross_entropy"
     g.assume("S <= 4096")
     g.defaults = {"L": 6, "D": 8}
+    g.legend = {"B": "batch size", "S": "sequence length"}
     return g
 
 
@@ -98,6 +99,7 @@ def test_transform_preserves_every_fact(name, way):
         and {"D"} <= set(new.defaults),
         "loss": new.loss == graph.loss or (name in ("fuse", "unroll") and bool(new.gradients)),
         "layers": graph.layers <= new.layers,
+        "legend": new.legend == graph.legend != {},
         "matmul_dtype": new.matmul_dtype == graph.matmul_dtype
         or name in ("apply_precision", "backward", "training_step"),
         "waiting": new.waiting == graph.waiting or bool(new.parts),
