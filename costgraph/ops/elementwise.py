@@ -40,7 +40,7 @@ from . import rules
 from . import sharding_rule as splits
 from .access_footprint import shared
 from .fill import fill
-from .functions import FUNCTIONS, Elementwise, Function, of_complex
+from .functions import FUNCTIONS, Elementwise, Function, define, of_complex
 from .registry import register
 
 __all__ = [
@@ -318,7 +318,7 @@ def cast(x: Tensor, dtype: object, *, name: str = "cast") -> Tensor:
 
 # -- dropout -----------------------------------------------------------------------------------------------------------
 
-_DROPOUT = Function("dropout", 1, 2, formula="x * mask * scale")
+_DROPOUT = define("dropout(x) = x * mask * scale")
 
 
 @register

@@ -1,20 +1,33 @@
-"""Table of elementwise functions: FLOPs per element, and the gradient of each operand."""
+"""Tables of elementwise functions: the value of each, from which its FLOPs follow, and the gradient of each operand."""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import pi
+from math import inf, log, pi
 from typing import Annotated, Any
 
-from ..errors import UnsupportedError
+from ..errors import GraphError, UnsupportedError
 from ..ir.graph import (
     all_of,
     is_count,
 )
 from ..notation.validation import Rule
 
-__all__ = ["COMPLEX", "FUNCTIONS", "POWERS", "Elementwise", "Function", "names_in", "of_complex"]
+__all__ = [
+    "ATEN",
+    "COMPLEX",
+    "FUNCTIONS",
+    "LOSSES",
+    "POWERS",
+    "Elementwise",
+    "Function",
+    "define",
+    "names_in",
+    "of_complex",
+]
 
 
 @dataclass(frozen=True)
@@ -83,126 +96,181 @@ def names_in(expression: Any) -> Iterator[str]:
 Elementwise = Annotated[Function, Rule("an elementwise function", _is_function)]
 
 
-def _arithmetic() -> list[Function]:  # a table
-    f = Function
-    return [
-        f("copy", 1, 0, formula="x", grad=("g",)),
-        f("cast", 1, 0, formula="x in another format", grad=("g",)),
-        f("add", 2, 1, formula="a + b", grad=("g", "g")),
-        f("sub", 2, 1, formula="a - b", grad=("g", ("neg", "g"))),
-        f("mul", 2, 1, formula="a * b", grad=(("mul", "g", "b"), ("mul", "g", "a"))),
-        f("div", 2, 1, 0, "float", "a / b",
-          (("div", "g", "b"), ("mul", ("neg", "g"), ("conj", ("div", ("div", "a", "b"), "b"))))),
-        f("maximum", 2, 1, formula="max(a, b)", grad=_extreme("a", "b")),
-        f("minimum", 2, 1, formula="min(a, b)", grad=_extreme("b", "a")),
-        f("pow", 2, 1, 2, "float", "exp(b * log(a))", (
-            ("where", ("eq", "b", 0), 0, ("mul", "g", ("conj", ("mul", "b", ("pow", "a", ("sub", "b", 1)))))),
-            ("mul", "g", ("where", ("call", ("logical_and", ("eq", "a", 0), ("less_equal", 0, "b"))), 0,
-                          ("mul", "y", ("log", "a")))),
-        )),
-        f("eq", 2, 1, 0, "bool", "a == b", (None, None)),
-        f("ne", 2, 1, 0, "bool", "a != b", (None, None)),
-        f("less", 2, 1, 0, "bool", "a < b", (None, None)),
-        f("less_equal", 2, 1, 0, "bool", "a <= b", (None, None)),
-        f("logical_and", 2, 1, 0, "bool", "a and b", (None, None)),
-        f("where", 3, 1, formula="a if c else b", grad=(None, ("where", "a", "g", 0), ("where", "a", 0, "g"))),
-        f("masked_fill", 2, 1, formula="fill if mask else x", grad=(("masked_fill", "g", "b"), None)),
-        f("causal_mask", 1, 1, formula="x, or -inf where the query does not see the key",
-          grad=(("causal_mask_backward", "g"),)),
-        f("fma", 3, 2, formula="a * b + c", grad=(("mul", "g", "b"), ("mul", "g", "a"), "g")),
-        f("lerp", 3, 3, formula="a + t * (b - a)",
-          grad=(("mul", "g", ("sub", 1, "c")), ("mul", "g", "c"), ("mul", "g", ("sub", "b", "a"))), order=(1, 0, 2)),
-        f("masked_scale", 3, 2, formula="x * mask * scale",
-          grad=(("masked_scale", "g", "b", "c"), None, ("masked_scale", "g", "b", "a"))),
-        f("neg", 1, 1, formula="-x", grad=(("neg", "g"),)),
-        f("abs", 1, 1, formula="|x|", grad=(("mul", "g", ("sign", "a")),)),
-        f("sign", 1, 1, formula="sign(x)", grad=(None,)),
-        f("square", 1, 1, formula="x * x", grad=(("mul", "g", ("conj", ("mul", 2, ("copy", "a")))),)),
-        f("reciprocal", 1, 1, 0, "float", "1 / x", (("mul", ("neg", "g"), ("conj", ("mul", "y", "y"))),)),
-        f("clamp", 1, 2, formula="min(max(x, low), high)",
-          grad=(("where", ("logical_and_", ("less_equal", 0, "a"), ("less_equal", "a", 1)), "g", 0),)),
-        f("round", 1, 1, formula="nearest integer", grad=(None,)),
-        f("floor", 1, 1, formula="largest integer below", grad=(None,)),
-        f("logical_not", 1, 1, 0, "bool", "not x", (None,)),
-    ]  # fmt: skip
+# -- definitions -------------------------------------------------------------------------------------------------------
+
+#: Operators in a formula, by Python's syntax; each counts 1 FLOP.
+_OPERATORS: dict[type[ast.AST], str] = {
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "square", ast.USub: "neg",
+    ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "less", ast.LtE: "less_equal", ast.Gt: "less", ast.GtE: "less_equal",
+    ast.And: "logical_and", ast.Or: "logical_or", ast.Not: "logical_not",
+}  # fmt: skip
+#: Calls in a formula that count 1 FLOP.
+_CALLS = ("abs", "ceil", "copysign", "floor", "max", "min", "nan_to_num", "round", "sign", "trunc")
+_PLAIN = frozenset({*_OPERATORS.values(), *_CALLS, "where"})
+_BOOL = frozenset({"eq", "ne", "less", "less_equal", "logical_and", "logical_or", "logical_not"})
+
+#: Primitives that each function applies; the outermost one is first.
+_STEPS: dict[str, tuple[str, ...]] = {**{name: (name,) for name in _CALLS}, "cast": (), "log2p1": ("log2p1",)}
 
 
-def _extreme(a: str, b: str) -> tuple[Any, ...]:
+def _steps(node: ast.AST) -> tuple[str, ...]:
+    """Return the primitives in one node of a formula."""
+    match node:
+        case ast.BinOp(op=op) | ast.UnaryOp(op=op) | ast.BoolOp(op=op) | ast.Compare(ops=[op]):
+            return (_OPERATORS[type(op)],)
+        case ast.IfExp():
+            return ("where",)
+        case ast.Call(func=ast.Name(id=name)) if name in _STEPS:
+            return _STEPS[name]
+        case ast.Call():
+            raise GraphError(f"{ast.unparse(node)}: expected a call of {', '.join(_STEPS)}")
+    return ()
+
+
+def define(definition: str, *grad: Any, result: str = "", order: tuple[int, ...] = ()) -> Function:
+    """Return a function with the costs of its definition.
+
+    Parameters
+    ----------
+    definition : str
+        Name, operands and value in Python's syntax, such as "silu(x) = x / (1 + exp(-x))". Repeated subexpressions
+        are named: "g * s * (1 - s), s = sigmoid(x)". Other names are constants, whose arithmetic is free. A
+        transcendental has no value.
+    *grad
+        Gradient expression of each operand; none if no gradient is defined.
+    result : str
+        Result dtype, by default float for quotients and transcendentals.
+    order : tuple of int
+        Operands in the order in which torch computes their gradients.
+    """
+    signature, _, value = definition.partition(" = ")
+    name, *operands = re.findall(r"\w+", signature)
+    formula = value or signature
+    text, *definitions = re.split(r", (?=\w+ = )", formula)
+    named = dict(definition.split(" = ", 1) for definition in definitions)
+    variables = {*operands, *named}
+    if not value:
+        _STEPS.setdefault(name, (name,))
+    steps = tuple(
+        step
+        for part in (text, *named.values())
+        for node in ast.walk(ast.parse(part, mode="eval"))
+        if any(isinstance(n, ast.Name) and n.id in variables for n in ast.walk(node))
+        for step in _steps(node)
+    )
+    _STEPS.setdefault(name, steps)
+    flops = sum(step in _PLAIN for step in steps)
+    is_float = flops < len(steps) or "div" in steps
+    result = result or ("bool" if _BOOL.intersection(steps[:1]) else "float" if is_float else "same")
+    return Function(name, len(operands), flops, len(steps) - flops, result, formula, grad or None, order)
+
+
+def _by_name(*functions: Function) -> dict[str, Function]:
+    return {function.name: function for function in functions}
+
+
+# -- the library's functions -------------------------------------------------------------------------------------------
+
+
+def _extremum_gradients(a: str, b: str) -> tuple[Any, Any]:
     """Return the gradients of a maximum or minimum: equal operands get half each, as in torch."""
     halved = ("where", ("eq", "a", "b"), ("div", "g", 2), "g")
     return ("masked_fill_", halved, ("less", a, b)), ("masked_fill_", halved, ("less", b, a))
 
 
-def _transcendental() -> list[Function]:
-    f = Function
-    return [
-        f("exp", 1, 0, 1, "float", "exp(x)", (("mul", "g", "y"),)),
-        f("expm1", 1, 0, 1, "float", "exp(x) - 1", (("mul", "g", ("add", "y", 1)),)),
-        f("log", 1, 0, 1, "float", "log(x)", (("div", "g", "a"),)),
-        f("log1p", 1, 0, 1, "float", "log(1 + x)", (("div", "g", ("add", "a", 1)),)),
-        f("sqrt", 1, 0, 1, "float", "sqrt(x)", (("div", "g", ("mul", 2, "y")),)),
-        f("rsqrt", 1, 0, 1, "float", "1 / sqrt(x)", (("mul", ("mul", -0.5, "g"), ("conj", ("cubed", "y"))),)),
-        f("sin", 1, 0, 1, "float", "sin(x)", (("mul", "g", ("conj", ("cos", "a"))),)),
-        f("cos", 1, 0, 1, "float", "cos(x)", (("mul", "g", ("conj", ("neg", ("sin", "a")))),)),
-        f("tanh", 1, 0, 1, "float", "tanh(x)", (("tanh_backward", "g", "y"),)),
-        f("erf", 1, 0, 1, "float", "erf(x)",
-          (("mul", ("mul", 2 / pi**0.5, ("exp", ("neg", ("square", "a")))), "g"),)),
-        f("cubed", 1, 2, formula="x * x * x", grad=(("mul", "g", ("conj", ("mul", 3, ("square", "a")))),)),
-    ]  # fmt: skip
+_ARITHMETIC = _by_name(
+    define("copy(x) = x", "g"),
+    define("cast(x) = cast(x)", "g"),
+    define("add(a, b) = a + b", "g", "g"),
+    define("sub(a, b) = a - b", "g", ("neg", "g")),
+    define("mul(a, b) = a * b", ("mul", "g", "b"), ("mul", "g", "a")),
+    define("div(a, b) = a / b", ("div", "g", "b"), ("mul", ("neg", "g"), ("conj", ("div", ("div", "a", "b"), "b")))),
+    define("maximum(a, b) = max(a, b)", *_extremum_gradients("a", "b")),
+    define("minimum(a, b) = min(a, b)", *_extremum_gradients("b", "a")),
+    define("eq(a, b) = a == b", None, None),
+    define("ne(a, b) = a != b", None, None),
+    define("less(a, b) = a < b", None, None),
+    define("less_equal(a, b) = a <= b", None, None),
+    define("logical_and(a, b) = a and b", None, None),
+    define("where(c, a, b) = a if c else b", None, ("where", "a", "g", 0), ("where", "a", 0, "g")),
+    define("masked_fill(x, mask) = fill if mask else x", ("masked_fill", "g", "b"), None),
+    define("causal_mask(x) = x if attended else -inf", ("causal_mask_backward", "g")),
+    define("fma(a, b, c) = a * b + c", ("mul", "g", "b"), ("mul", "g", "a"), "g"),
+    define("lerp(a, b, t) = a + t * (b - a)",
+           ("mul", "g", ("sub", 1, "c")), ("mul", "g", "c"), ("mul", "g", ("sub", "b", "a")), order=(1, 0, 2)),
+    define("masked_scale(x, mask, scale) = x * mask * scale",
+           ("masked_scale", "g", "b", "c"), None, ("masked_scale", "g", "b", "a")),
+    define("neg(x) = -x", ("neg", "g")),
+    define("abs(x) = abs(x)", ("mul", "g", ("sign", "a"))),
+    define("sign(x) = sign(x)", None),
+    define("square(x) = x * x", ("mul", "g", ("conj", ("mul", 2, ("copy", "a"))))),
+    define("cubed(x) = x * x * x", ("mul", "g", ("conj", ("mul", 3, ("square", "a"))))),
+    define("reciprocal(x) = 1 / x", ("mul", ("neg", "g"), ("conj", ("mul", "y", "y")))),
+    define("clamp(x) = min(max(x, low), high)",
+           ("where", ("logical_and_", ("less_equal", 0, "a"), ("less_equal", "a", 1)), "g", 0)),
+    define("round(x) = round(x)", None),
+    define("floor(x) = floor(x)", None),
+    define("logical_not(x) = not x", None),
+)  # fmt: skip
 
+_TRANSCENDENTAL = _by_name(
+    define("exp(x)", ("mul", "g", "y")),
+    define("expm1(x)", ("mul", "g", ("add", "y", 1))),
+    define("log(x)", ("div", "g", "a")),
+    define("log1p(x)", ("div", "g", ("add", "a", 1))),
+    define("sqrt(x)", ("div", "g", ("mul", 2, "y"))),
+    define("rsqrt(x)", ("mul", ("mul", -0.5, "g"), ("conj", ("cubed", "y")))),
+    define("sin(x)", ("mul", "g", ("conj", ("cos", "a")))),
+    define("cos(x)", ("mul", "g", ("conj", ("neg", ("sin", "a"))))),
+    define("tanh(x)", ("tanh_backward", "g", "y")),
+    define("erf(x)", ("mul", ("mul", 2 / pi**0.5, ("exp", ("neg", ("square", "a")))), "g")),
+    define("pow(a, b) = exp(b * log(a))",
+           ("where", ("eq", "b", 0), 0, ("mul", "g", ("conj", ("mul", "b", ("pow", "a", ("sub", "b", 1)))))),
+           ("mul", "g", ("where", ("call", ("logical_and", ("eq", "a", 0), ("less_equal", 0, "b"))), 0,
+                         ("mul", "y", ("log", "a"))))),
+)  # fmt: skip
 
-def _activations() -> list[Function]:
-    f = Function
-    return [
-        f("relu", 1, 1, formula="max(x, 0)", grad=(("threshold_backward", "g", "y"),)),
-        f("relu6", 1, 2, formula="min(max(x, 0), 6)", grad=(("relu6_backward", "g", "a"),)),
-        f("relu2", 1, 2, formula="max(x, 0)**2", grad=(("relu2_backward", "g", "a"),)),
-        f("leaky_relu", 1, 2, formula="max(x, slope * x)", grad=(("leaky_relu_backward", "g", "a"),)),
-        f("sigmoid", 1, 3, 1, "float", "1 / (1 + exp(-x))", (("sigmoid_backward", "g", "y"),)),
-        f("silu", 1, 3, 1, "float", "x / (1 + exp(-x))", (("silu_backward", "g", "a"),)),
-        f("gelu", 1, 4, 1, "float", "0.5 * x * (1 + erf(x * sqrt(1/2)))", (("gelu_backward", "g", "a"),)),
-        f("gelu_tanh", 1, 8, 1, "float", "0.5 * x * (1 + tanh(c * (x + 0.044715 * x*x*x)))",
-          (("gelu_tanh_backward", "g", "a"),)),
-        f("quick_gelu", 1, 3, 1, "float", "x / (1 + exp(-1.702 * x))", (("quick_gelu_backward", "g", "a"),)),
-        f("softplus", 1, 1, 2, "float", "log(1 + exp(x))", (("softplus_backward", "g", "a"),)),
-        f("mish", 1, 2, 3, "float", "x * tanh(log(1 + exp(x)))", (("mish_backward", "g", "a"),)),
-        f("elu", 1, 4, 1, "float", "x if x > 0 else a * (exp(x) - 1)", (("elu_backward", "g", "a"),)),
-        f("softcap", 1, 2, 1, "float", "c * tanh(x / c)", (("softcap_backward", "g", "y"),)),
-        f("hardsigmoid", 1, 4, formula="min(max(x + 3, 0), 6) / 6", grad=(("hardsigmoid_backward", "g", "a"),)),
-        f("hardswish", 1, 5, formula="x * min(max(x + 3, 0), 6) / 6", grad=(("hardswish_backward", "g", "a"),)),
-    ]  # fmt: skip
+_ACTIVATIONS = _by_name(
+    define("relu(x) = max(x, 0)", ("threshold_backward", "g", "y")),
+    define("relu6(x) = min(max(x, 0), 6)", ("relu6_backward", "g", "a")),
+    define("relu2(x) = max(x, 0)**2", ("relu2_backward", "g", "a")),
+    define("leaky_relu(x) = max(x, slope * x)", ("leaky_relu_backward", "g", "a")),
+    define("sigmoid(x) = 1 / (1 + exp(-x))", ("sigmoid_backward", "g", "y")),
+    define("silu(x) = x / (1 + exp(-x))", ("silu_backward", "g", "a")),
+    define("gelu(x) = 0.5 * x * (1 + erf(x * sqrt(1/2)))", ("gelu_backward", "g", "a")),
+    define("gelu_tanh(x) = 0.5 * x * (1 + tanh(c * (x + 0.044715 * x*x*x)))", ("gelu_tanh_backward", "g", "a")),
+    define("quick_gelu(x) = x / (1 + exp(-1.702 * x))", ("quick_gelu_backward", "g", "a")),
+    define("softplus(x) = log(1 + exp(x))", ("softplus_backward", "g", "a")),
+    define("mish(x) = x * tanh(log(1 + exp(x)))", ("mish_backward", "g", "a")),
+    define("elu(x) = x if x > 0 else a * (exp(x) - 1)", ("elu_backward", "g", "a")),
+    define("softcap(x) = c * tanh(x / c)", ("softcap_backward", "g", "y")),
+    define("hardsigmoid(x) = min(max(x + 3, 0), 6) / 6", ("hardsigmoid_backward", "g", "a"), result="same"),
+    define("hardswish(x) = x * min(max(x + 3, 0), 6) / 6", ("hardswish_backward", "g", "a"), result="same"),
+)  # fmt: skip
 
-
-def _backward() -> list[Function]:
-    """Return the functions that are backward kernels; second derivatives are not defined."""
-    f = Function
-    return [
-        f("causal_mask_backward", 1, 1, formula="g, or 0 where the query does not see the key"),
-        f("threshold_backward", 2, 2, formula="g if y > 0 else 0"),
-        f("relu6_backward", 2, 4, formula="0 if x <= 0 or x >= 6 else g"),
-        f("relu2_backward", 2, 3, formula="g * 2 * max(x, 0)"),
-        f("leaky_relu_backward", 2, 3, formula="g if x > 0 else slope * g"),
-        f("tanh_backward", 2, 3, formula="g * (1 - y * y)"),
-        f("sigmoid_backward", 2, 3, formula="g * (1 - y) * y"),
-        f("silu_backward", 2, 8, 1, formula="g * s * (1 + x * (1 - s)), s = 1 / (1 + exp(-x))"),
-        f("gelu_backward", 2, 9, 2,
-          formula="g * (cdf + x * pdf), cdf = 0.5 * (1 + erf(x * c)), pdf = k * exp(-0.5 * x*x)"),
-        f("gelu_tanh_backward", 2, 17, 1,
-          formula="g * (0.5*(1+t) + 0.5*x * (1-t*t) * (c*(1 + 3*0.044715*s))), t = tanh(c * (x + k*(s*x))), s = x*x"),
-        f("quick_gelu_backward", 2, 9, 1, formula="g * s * (1 + 1.702*x * (1 - s)), s = 1 / (1 + exp(-1.702 * x))"),
-        f("softplus_backward", 2, 3, 1, formula="g * z / (z + 1), z = exp(x)"),
-        f("mish_backward", 2, 10, 4, formula="g * (t + x*s*(1-t*t)), t = tanh(log(1+exp(x))), s = 1 / (1 + exp(-x))"),
-        f("elu_backward", 2, 4, 1, formula="g if x > 0 else g * a * exp(x)"),
-        f("softcap_backward", 2, 4, formula="g * (1 - t * t), t = y / c"),
-        f("hardsigmoid_backward", 2, 5, formula="0 if x <= -3 else 0 if x >= 3 else g / 6"),
-        f("hardswish_backward", 2, 7, formula="0 if x < -3 else g * (x / 3 + 0.5) if x <= 3 else g"),
-    ]  # fmt: skip
-
+#: Backward kernels; second derivatives are not defined.
+_BACKWARD = _by_name(*(define(definition, result="same") for definition in (
+    "causal_mask_backward(g) = g if attended else 0",
+    "threshold_backward(g, y) = g if y > 0 else 0",
+    "relu6_backward(g, x) = 0 if x <= 0 or x >= 6 else g",
+    "relu2_backward(g, x) = g * 2 * max(x, 0)",
+    "leaky_relu_backward(g, x) = g if x > 0 else slope * g",
+    "tanh_backward(g, y) = g * (1 - y * y)",
+    "sigmoid_backward(g, y) = g * (1 - y) * y",
+    "silu_backward(g, x) = g * s * (1 + x * (1 - s)), s = 1 / (1 + exp(-x))",
+    "gelu_backward(g, x) = g * (cdf + x * pdf), cdf = 0.5 * (1 + erf(x * c)), pdf = k * exp(-0.5 * x*x)",
+    "gelu_tanh_backward(g, x) = g * (0.5*(1+t) + 0.5*x*(1-t*t)*(c*(1+0.134145*s))), t = tanh(c*(x + k*(s*x))), s = x*x",
+    "quick_gelu_backward(g, x) = g * s * (1 + 1.702*x * (1 - s)), s = 1 / (1 + exp(-1.702 * x))",
+    "softplus_backward(g, x) = g * z / (z + 1), z = exp(x)",
+    "mish_backward(g, x) = g * (t + x*s*(1-t*t)), t = tanh(log(1+exp(x))), s = 1 / (1 + exp(-x))",
+    "elu_backward(g, x) = g if x > 0 else g * a * exp(x)",
+    "softcap_backward(g, y) = g * (1 - t * t), t = y / c",
+    "hardsigmoid_backward(g, x) = 0 if x <= -3 else 0 if x >= 3 else g / 6",
+    "hardswish_backward(g, x) = 0 if x < -3 else g * (x / 3 + 0.5) if x <= 3 else g",
+)))  # fmt: skip
 
 #: Every elementwise function by name.
-FUNCTIONS: dict[str, Function] = {
-    row.name: row for row in (*_arithmetic(), *_transcendental(), *_activations(), *_backward())
-}
+FUNCTIONS: dict[str, Function] = {**_ARITHMETIC, **_TRANSCENDENTAL, **_ACTIVATIONS, **_BACKWARD}
 
 #: Exponents for which torch's power kernel multiplies or takes a root.
 POWERS: dict[float, tuple[str, ...]] = {
@@ -210,33 +278,157 @@ POWERS: dict[float, tuple[str, ...]] = {
     -2: ("square", "reciprocal"),
 }  # fmt: skip
 
-_MODULUS = (3, 1)  # a*a, b*b, their sum and its root
 
-#: Costs on complex numbers z = a + b*i: FLOPs of real arithmetic, and transcendentals.
-COMPLEX: dict[str, tuple[int, int]] = {
-    "copy": (0, 0),
-    "cast": (0, 0),
+# -- aten's functions --------------------------------------------------------------------------------------------------
+
+_UNDER_ROOT: Any = ("rsqrt", ("add", ("mul", ("neg", "a"), "a"), 1))
+_SQUARES: Any = ("shared", ("add", ("mul", "a", "a"), ("mul", "b", "b")))
+_BOTH_SQUARED: Any = ("shared", ("masked_fill", ("reciprocal", _SQUARES), ("eq", _SQUARES, 0)))
+_PI_A: Any = ("mul", "a", pi)
+_PI_SQUARED: Any = ("call", ("mul", ("mul", "a", "a"), pi))
+_QUOTIENT: Any = ("div", "a", "b")
+
+
+def _selecting_gradients(smaller: str, larger: str) -> tuple[Any, Any]:
+    """Return the gradients of `fmax` or `fmin`: the first operand gets it where it is chosen, or b is NaN."""
+    first = ("ne_", ("less_equal", smaller, larger), ("ne", "b", "b"))  # never both true
+    return ("masked_fill", "g", ("logical_not_", first)), ("masked_fill", "g", first)
+
+
+#: Functions of aten ops that are not in `FUNCTIONS` by this name, with the gradients that torch's autograd computes.
+ATEN: dict[str, Function] = {
+    **{name: FUNCTIONS[same] for name, same in {
+        "clamp_min": "maximum", "clamp_max": "minimum", "hardtanh": "relu6", "hardtanh_backward": "relu6_backward",
+        "celu": "elu", "rrelu_with_noise": "leaky_relu", "sgn": "sign", "_masked_scale": "masked_scale",
+        "native_dropout_backward": "masked_scale",
+        "rrelu_with_noise_backward": "mul",  # the noise is the slope
+    }.items()},
+    "fmax": replace(FUNCTIONS["maximum"], grad=_selecting_gradients("b", "a")),
+    "fmin": replace(FUNCTIONS["minimum"], grad=_selecting_gradients("a", "b")),
+    **_by_name(*map(define, (
+        "digamma(x)", "i0(x)", "igamma(a, x)", "igammac(a, x)", "lgamma(x)", "polygamma(x)", "special_bessel_j0(x)",
+        "special_bessel_j1(x)", "special_bessel_y0(x)", "special_bessel_y1(x)", "special_erfcx(x)", "special_i0e(x)",
+        "special_i1(x)", "special_i1e(x)", "special_log_ndtr(x)", "special_ndtri(x)", "special_zeta(a, b)",
+    ))),
+    **_by_name(
+        define("acos(x)", ("mul", ("neg", "g"), _UNDER_ROOT)),
+        define("acosh(x)", ("mul", "g", ("rsqrt", ("sub", ("square", "a"), 1)))),
+        define("asin(x)", ("mul", "g", _UNDER_ROOT)),
+        define("asinh(x)", ("mul", "g", ("rsqrt", ("add", ("square", "a"), 1)))),
+        define("atan(x)", ("div", "g", ("add", ("mul", "a", "a"), 1))),
+        define("atan2(a, b)",
+               ("mul", ("mul", "g", "b"), _BOTH_SQUARED), ("mul", ("mul", "g", ("neg", "a")), _BOTH_SQUARED)),
+        define("atanh(x)", ("div", ("mul", "g", 1), ("sub", 1, ("square", "a")))),
+        define("cosh(x)", ("mul", "g", ("one", ("mul", 0.5, ("sub", ("exp", "a"), ("exp", ("neg", "a"))))))),
+        define("erfc(x)", ("mul", ("mul", ("exp", ("neg", ("square", "a"))), -2 / pi**0.5), "g")),
+        define("erfinv(x)", ("mul", ("mul", pi**0.5 / 2, ("exp", ("square", ("again", "a")))), "g")),
+        define("exp2(x)", ("mul", ("mul", "g", "y"), log(2))),
+        define("log10(x)", ("div", "g", ("mul", "a", log(10)))),
+        define("log2(x)", ("div", "g", ("mul", "a", log(2)))),
+        define("sinh(x)", ("mul", "g", ("one", ("mul", 0.5, ("add", ("exp", "a"), ("exp", ("neg", "a"))))))),
+        define("tan(x)", ("mul", "g", ("add", ("square", "y"), 1))),
+        define("ceil(x) = ceil(x)", None),
+        define("trunc(x) = trunc(x)", None),
+        define("frac(x) = x - trunc(x)", "g"),
+        define("nan_to_num(x) = nan_to_num(x)",
+               ("mul", "g", ("call", ("mul", ("ne", ("abs", "a"), inf), ("eq", "a", "a"))))),
+        define("copysign(a, b) = copysign(a, b)",
+               ("mul", "g", ("masked_fill_", ("div", "y", "a"), ("eq", "a", 0))), None),
+        define("floor_divide(a, b) = floor(a / b)", None),
+        define("remainder(a, b) = a - floor(a / b) * b", "g", ("mul", ("neg", "g"), ("floor_", _QUOTIENT))),
+        define("fmod(a, b) = a - trunc(a / b) * b", "g", ("mul", ("neg", "g"), ("one", (
+            "where", ("less", _QUOTIENT, 0), ("neg", ("floor", ("neg", _QUOTIENT))), ("floor", _QUOTIENT),
+        )))),
+        define("hypot(a, b) = sqrt(a * a + b * b)", ("mul", "g", ("div", "a", "y")), ("mul", "g", ("div", "b", "y"))),
+        define("xlogy(a, b) = a * log(b)",
+               ("masked_fill", ("one", ("mul", "g", ("log", "b"))),
+                ("logical_and", ("less_equal", "b", 0), ("eq", "a", 0))),
+               ("div", ("mul", "g", "a"), "b")),
+        define("special_xlog1py(a, b) = a * log1p(b)"),
+        define("special_entr(x) = -x * log(x)", ("mul", "g", ("neg", ("add", ("log", "a"), 1)))),
+        define("logaddexp(a, b) = max(a, b) + log1p(exp(-abs(a - b)))",
+               ("div", "g", ("add", ("exp", ("sub", "b", "a")), 1)),
+               ("div", "g", ("add", ("exp", ("sub", "a", "b")), 1))),
+        define("logaddexp2(a, b) = max(a, b) + log2p1(exp2(-abs(a - b)))",
+               ("div", "g", ("add", ("pow", 2, ("sub", "b", "a")), 1)),
+               ("div", "g", ("add", ("pow", 2, ("sub", "a", "b")), 1))),
+        define("sinc(x) = sin(z) / z, z = pi * x", (
+            "masked_fill",
+            ("call", ("mul", "g", ("div", ("sub", ("mul", _PI_A, ("cos", _PI_A)), ("sin", _PI_A)), _PI_SQUARED))),
+            ("eq", _PI_SQUARED, 0),
+        )),
+        define("logit(x) = log(x / (1 - x))", ("one", ("div", "g", ("mul", "a", ("sub", 1, "a"))))),
+        define("logit_backward(g, x) = g / (x * (1 - x))"),
+        define("polar(r, angle) = (r * cos(angle), r * sin(angle))"),
+        define("threshold(x) = value if x <= threshold else x"),
+        define("_add_relu(a, b) = relu(a + b)"),
+        define("_prelu_kernel(x, w) = max(x, w * x)",  # for w <= 1, as with `leaky_relu`
+               ("one", ("where", ("less", 0, "a"), "g", ("mul", "b", "g"))),
+               ("one", ("where", ("less", 0, "a"), 0, ("mul", "a", "g")))),
+        # before the sum for the weight
+        define("_prelu_kernel_backward(g, x, w) = (g if p else w * g, 0 if p else x * g), p = x > 0"),
+        define("glu(a, b) = a * sigmoid(b)"),
+        define("log_sigmoid_forward(x) = min(x, 0) - log1p(exp(-abs(x)))"),
+        define("log_sigmoid_backward(g, x) = g * (n - s * (z / (1 + z))), "
+               "n = 1 if p else 0, s = 1 if p else -1, p = x < 0, z = exp(-abs(x))"),
+        define("hardshrink(x) = 0 if abs(x) <= lambd else x"),
+        define("hardshrink_backward(g, x) = 0 if abs(x) <= lambd else g"),
+        define("softshrink(x) = sign(x) * max(abs(x) - lambd, 0)"),
+        define("softshrink_backward(g, x) = 0 if abs(x) <= lambd else g"),
+    ),
+}  # fmt: skip
+
+_EXP: Any = ("call", ("exp", ("mul", ("neg", "b"), "a")))
+_WEIGHTED_TARGET: Any = ("mul", "c", "b")
+
+#: Elementwise losses of aten, for an input x and a target t, or for their difference d.
+LOSSES: dict[str, Function] = _by_name(
+    define("smooth_l1_loss(d) = 0.5 / beta * d * d if m < beta else m - 0.5 * beta, m = abs(d)"),
+    define("huber_loss(d) = 0.5 * d * d if m < delta else delta * (m - 0.5 * delta), m = abs(d)"),
+    define("soft_margin_loss(x, t) = log1p(exp(-t * x))",
+            ("mul_", ("div_", ("mul_", ("mul", "b", _EXP), -1), ("add_", _EXP, 1)), "g"), None),
+    define("binary_cross_entropy(x, t) = -(t * max(log(x), -100) + (1 - t) * max(log(1 - x), -100))",
+            ("one", ("mul", "g", ("div", ("sub", "a", "b"), ("maximum", ("mul", ("sub", 1, "a"), "a"), 1e-12)))),
+            ("mul", "g", ("sub", ("log", ("sub", 1, "a")), ("log", "a")))),
+    define("binary_cross_entropy_with_logits(x, t) = (1 - t) * x - (min(x, 0) - log1p(exp(-abs(x))))",
+            ("mul_", ("sub_", ("sigmoid", "a"), "b"), "g"), ("mul", ("neg", "a"), "g")),
+    define("weighted_cross_entropy_with_logits(x, t, w) = "
+            "(1 - t) * x - (1 + (w - 1) * t) * (min(x, 0) - log1p(exp(-abs(x))))",
+            ("mul_",
+             ("sub_", ("mul_", ("sub_", ("add", _WEIGHTED_TARGET, 1), "b"), ("sigmoid", "a")), _WEIGHTED_TARGET),
+             "g"), None, None),
+)  # fmt: skip
+
+
+# -- complex numbers ---------------------------------------------------------------------------------------------------
+
+_MODULUS = 3  # a*a, b*b, their sum; and its root
+
+_COMPLEX_STEPS = {
     "add": (2, 0),
     "sub": (2, 0),
     "neg": (2, 0),
     "where": (2, 0),
-    "masked_fill": (2, 0),
-    "masked_scale": (4, 0),  # mask and scale are real
     "eq": (3, 0),  # both parts
     "ne": (3, 0),
     "mul": (6, 0),  # a*c - b*d, a*d + b*c
-    "square": (6, 0),
-    "fma": (8, 0),
-    "lerp": (10, 0),
-    "cubed": (12, 0),
-    "reciprocal": (6, 0),  # a and -b divided by the squared modulus
     "div": (11, 0),  # z * conj(w), both parts divided by the squared modulus of w
-    "abs": _MODULUS,
-    "sign": (_MODULUS[0] + 2, 1),
+    "abs": (_MODULUS, 1),
+    "sign": (_MODULUS + 2, 1),
     "exp": (2, 3),  # exp(a) * (cos(b), sin(b))
-    "log": (_MODULUS[0], 3),  # log of the modulus, and the angle
-    "sqrt": (_MODULUS[0] + 4, 2),  # t = sqrt((|z| + |a|) / 2), b / (2*t)
-    "pow": (_MODULUS[0] + 8, 6),  # exp(w * log(z))
+    "log": (_MODULUS, 3),  # log of the modulus, and the angle
+    "sqrt": (_MODULUS + 4, 2),  # t = sqrt((|z| + |a|) / 2), b / (2*t)
+}
+
+#: Costs on complex numbers z = a + b*i: FLOPs of real arithmetic, and transcendentals.
+COMPLEX: dict[str, tuple[int, int]] = {
+    **{
+        name: (sum(_COMPLEX_STEPS[s][0] for s in _STEPS[name]), sum(_COMPLEX_STEPS[s][1] for s in _STEPS[name]))
+        for name in (*_ARITHMETIC, *_TRANSCENDENTAL)
+        if _COMPLEX_STEPS.keys() >= {*_STEPS[name]}
+    },
+    "reciprocal": (6, 0),  # a and -b divided by the squared modulus
+    "masked_scale": (4, 0),  # mask and scale are real
 }
 
 

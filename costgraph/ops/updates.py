@@ -25,7 +25,7 @@ from . import (
     rules,
     sharding_rule,
 )
-from .functions import FUNCTIONS, Function
+from .functions import FUNCTIONS, Function, define
 from .registry import register
 
 __all__ = [
@@ -45,25 +45,16 @@ def _quotient(a: str, b: str, number: object = 1) -> tuple[tuple[object, ...], t
     return ("mul", "g", ("div", number, b)), ("mul", ("neg", "g"), ("div", ("mul", a, number), ("mul", b, b)))
 
 
-ADD_SCALED = Function("add_scaled", 3, 2, formula="a + t * b", grad=("g", None, ("mul", "g", "b")))
-ADD_PRODUCT = Function("add_product", 3, 2, formula="a + b * c", grad=("g", *_product("b", "c")), order=(0, 1, 2))
-ADD_QUOTIENT = Function("add_quotient", 3, 2, formula="a + b / c", grad=("g", *_quotient("b", "c")), order=(0, 1, 2))
-ADD_SCALED_PRODUCT = Function(
-    "add_scaled_product",
-    4,
-    3,
-    formula="a + t * b * c",
-    grad=("g", None, *_product("c", "d", "b")),
-    order=(0, 1, 2, 3),
+ADD_SCALED = define("add_scaled(a, t, b) = a + t * b", "g", None, ("mul", "g", "b"))
+ADD_PRODUCT = define("add_product(a, b, c) = a + b * c", "g", *_product("b", "c"), order=(0, 1, 2))
+ADD_QUOTIENT = define("add_quotient(a, b, c) = a + b / c", "g", *_quotient("b", "c"), result="same", order=(0, 1, 2))
+ADD_SCALED_PRODUCT = define(
+    "add_scaled_product(a, t, b, c) = a + t * b * c", "g", None, *_product("c", "d", "b"), order=(0, 1, 2, 3)
 )
-ADD_SCALED_QUOTIENT = Function(
-    "add_scaled_quotient",
-    4,
-    3,
-    formula="a + t * b / c",
-    grad=("g", None, *_quotient("c", "d", "b")),
-    order=(0, 1, 2, 3),
-)
+ADD_SCALED_QUOTIENT = define(
+    "add_scaled_quotient(a, t, b, c) = a + t * b / c",
+    "g", None, *_quotient("c", "d", "b"), result="same", order=(0, 1, 2, 3),
+)  # fmt: skip
 NON_FINITE = Function("non_finite", 1, 1, formula="1 where x is infinite or no number, else 0")
 
 

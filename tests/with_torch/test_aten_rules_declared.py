@@ -1,5 +1,8 @@
 """Rules for torch kernels give the same costs as the library's declarations."""
 
+import math
+import re
+
 import pytest
 
 pytest.importorskip("torch")
@@ -9,7 +12,7 @@ from aten_calls import Calls, calls_of, number, spec
 from torch.nn import functional
 
 import costgraph as cg
-from costgraph.ops.functions import FUNCTIONS
+from costgraph.ops.functions import ATEN, FUNCTIONS, LOSSES
 from costgraph.torch.tracing.call import Call
 from costgraph.torch.tracing.rules import counts_of
 
@@ -211,6 +214,37 @@ def test_activation_gradient_costs_match_the_table(name):
         15 * function.flops,
         15 * function.transcendentals,
     )
+
+
+#: Python's functions for the calls in formulas, and torch's usual parameters.
+NAMES = {
+    **vars(math), "sign": lambda x: math.copysign(1, x), "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
+    "relu": lambda x: max(x, 0), "log2p1": lambda x: math.log2(1 + x), "copysign": math.copysign,
+    "lambd": 0.5, "beta": 1, "delta": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("definition", [
+    "remainder(a, b)", "fmod(a, b)", "floor_divide(a, b)", "frac(x)", "trunc(x)", "ceil(x)", "copysign(a, b)",
+    "hypot(a, b)", "special_xlog1py(a, b)", "logaddexp(a, b)", "logaddexp2(a, b)", "sinc(x)", "softshrink(x)",
+    "hardshrink(x)", "log_sigmoid_forward(x)", "_prelu_kernel(x, w)", "_add_relu(a, b)", "polar(r, angle)",
+    "softshrink_backward(g, x)", "hardshrink_backward(g, x)", "atan2(a, b)",
+    "binary_cross_entropy_with_logits(x, t)", "soft_margin_loss(x, t)",
+])  # fmt: skip
+def test_formulas_have_the_values_of_torch(definition):
+    name, _, operands = definition.rstrip(")").partition("(")
+    (formula, *named) = re.split(r", (?=\w+ = )", (ATEN | LOSSES)[name].formula)
+    for numbers in ((-2.375, 0.625), (1.75, 0.25), (0.125, 0.75), (-0.25, 0.5)):
+        values = dict(zip(operands.split(", "), numbers, strict=False))
+        for variable, value in reversed([n.split(" = ", 1) for n in named]):
+            values[variable] = eval(value, NAMES, values)
+        result = torch.as_tensor(eval(formula, NAMES, values))
+        arguments = [torch.tensor([n]) for n in numbers[: len(operands.split(", "))]]
+        extra = [0.5] if name.startswith(("softshrink_", "hardshrink_")) else []
+        found = getattr(torch.ops.aten, name)(*arguments, *extra)
+        found = found[0] if isinstance(found, tuple) else found
+        found = torch.view_as_real(found)[0] if found.is_complex() else found
+        torch.testing.assert_close(found.flatten(), result.float().flatten())
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------

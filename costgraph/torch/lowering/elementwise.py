@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...ir.graph import OpKind
 from ...ops.elementwise import Dropout, Pointwise
+from ...ops.functions import FUNCTIONS
 from ...ops.reduce import Reduce
 from .context import LoweringContext, lowering
 
@@ -254,29 +255,23 @@ def softcap_backward(g: Tensor, y: Tensor) -> Tensor:
     return torch.div(y, 30).square_().neg_().add_(1).mul_(g)
 
 
-#: Torch function of each elementwise function on tensors; scalar operands are below.
-KERNELS: dict[str, Callable[..., Any]] = {
-    "copy": torch.clone, "cast": torch.clone, "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
-    "maximum": torch.maximum, "minimum": torch.minimum, "pow": torch.pow, "eq": torch.eq, "ne": torch.ne,
-    "less": torch.lt, "less_equal": torch.le, "logical_and": torch.logical_and, "where": where,
-    "masked_fill": masked_fill, "fma": fma,
-    "lerp": lerp, "masked_scale": masked_scale, "neg": torch.neg, "abs": torch.abs, "sign": torch.sgn,
-    "square": torch.square, "reciprocal": torch.reciprocal, "clamp": clamp, "round": torch.round,
-    "floor": torch.floor, "logical_not": torch.logical_not, "exp": torch.exp, "expm1": torch.expm1, "log": torch.log,
-    "log1p": torch.log1p, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "sin": torch.sin, "cos": torch.cos,
-    "tanh": torch.tanh, "erf": torch.erf, "cubed": cubed, "relu": relu, "relu6": torch.nn.functional.relu6,
-    "relu2": relu2, "leaky_relu": _aten.leaky_relu, "sigmoid": torch.sigmoid, "silu": _aten.silu, "gelu": gelu,
-    "gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu, "softplus": _aten.softplus, "mish": _aten.mish,
-    "elu": _aten.elu, "softcap": softcap, "hardsigmoid": _aten.hardsigmoid, "hardswish": _aten.hardswish,
-    "threshold_backward": threshold_backward, "relu6_backward": relu6_backward, "relu2_backward": relu2_backward,
-    "leaky_relu_backward": leaky_relu_backward, "tanh_backward": _aten.tanh_backward,
-    "sigmoid_backward": _aten.sigmoid_backward, "silu_backward": _aten.silu_backward, "gelu_backward": gelu_backward,
-    "gelu_tanh_backward": gelu_tanh_backward, "quick_gelu_backward": quick_gelu_backward,
-    "softplus_backward": softplus_backward, "mish_backward": _aten.mish_backward, "elu_backward": elu_backward,
-    "softcap_backward": softcap_backward, "hardsigmoid_backward": _aten.hardsigmoid_backward,
-    "hardswish_backward": _aten.hardswish_backward, "add_scaled": add_scaled, "add_product": torch.addcmul,
+#: Torch functions of elementwise functions on tensors, where torch has none with the same name and arguments.
+_OTHER_KERNELS: dict[str, Callable[..., Any]] = {
+    "copy": torch.clone, "cast": torch.clone, "less": torch.lt, "less_equal": torch.le, "where": where,
+    "masked_fill": masked_fill, "fma": fma, "lerp": lerp, "masked_scale": masked_scale, "sign": torch.sgn,
+    "clamp": clamp, "cubed": cubed, "relu": relu, "relu6": torch.nn.functional.relu6, "relu2": relu2, "gelu": gelu,
+    "gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu, "softcap": softcap, "threshold_backward": threshold_backward,
+    "relu6_backward": relu6_backward, "relu2_backward": relu2_backward, "leaky_relu_backward": leaky_relu_backward,
+    "gelu_backward": gelu_backward, "gelu_tanh_backward": gelu_tanh_backward,
+    "quick_gelu_backward": quick_gelu_backward, "softplus_backward": softplus_backward, "elu_backward": elu_backward,
+    "softcap_backward": softcap_backward, "add_scaled": add_scaled, "add_product": torch.addcmul,
     "add_quotient": torch.addcdiv, "add_scaled_product": add_scaled_product,
     "add_scaled_quotient": add_scaled_quotient, "non_finite": non_finite,
+}  # fmt: skip
+
+#: Torch function of each elementwise function on tensors; scalar operands are below.
+KERNELS: dict[str, Callable[..., Any]] = {
+    **{n: getattr(m, n) for m in (_aten, torch) for n in FUNCTIONS if hasattr(m, n)}, **_OTHER_KERNELS,
 }  # fmt: skip
 
 #: Functions of a tensor and a number, if torch's function on tensors takes no number.

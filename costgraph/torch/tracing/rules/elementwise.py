@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from ....algebra.polynomial import ONE, total
-from ....ops.functions import FUNCTIONS, POWERS, Function, of_complex
+from ....ops.functions import ATEN, COMPLEX, FUNCTIONS, POWERS, Function, of_complex
 from ....ops.rules import applied
 from ....ops.updates import NON_FINITE
 from ..call import Call, Counts
@@ -17,77 +19,17 @@ from .table import Rule, combined, is_number, per_element, rule, unsupported
 __all__ = [
     "gelu_steps",
     "power_steps",
-    "steps_of",
+    "function_of",
     "complex_counts",
 ]
 
 
 # -- elementwise -------------------------------------------------------------------------------------------------------
 
-#: The library's functions with the same name in aten.
-_SAME_NAME = (
-    "abs", "cos", "elu", "elu_backward", "eq", "erf", "exp", "expm1", "floor", "hardsigmoid", "hardsigmoid_backward",
-    "hardswish", "hardswish_backward", "leaky_relu", "leaky_relu_backward", "lerp", "log", "log1p", "logical_and",
-    "logical_not", "masked_fill", "maximum", "minimum", "mish", "mish_backward", "mul", "neg", "reciprocal", "relu",
-    "round", "rsqrt", "sigmoid", "sigmoid_backward", "sign", "silu", "silu_backward", "sin", "softplus",
-    "softplus_backward", "sqrt", "tanh", "tanh_backward", "threshold_backward", "where",
-)  # fmt: skip
-
-#: aten's functions as compositions of the library's.
-_COMPOSED: dict[str, tuple[str | Function, ...]] = {
-    "clamp_min": ("maximum",),
-    "clamp_max": ("minimum",),
-    "fmax": ("maximum",),
-    "fmin": ("minimum",),
-    "hardtanh": ("relu6",),
-    "hardtanh_backward": ("relu6_backward",),
-    "threshold": ("less", "where"),
-    "celu": ("elu",),
-    "_prelu_kernel": ("leaky_relu",),  # x if x > 0 else weight * x
-    "rrelu_with_noise": ("leaky_relu",),
-    "rrelu_with_noise_backward": ("mul",),  # the noise is the slope
-    "glu": ("sigmoid", "mul"),  # a * sigmoid(b), for each element of the result
-    "log_sigmoid_forward": ("minimum", "abs", "neg", "exp", "log1p", "sub"),  # min(x, 0) - log1p(exp(-|x|))
-    "log_sigmoid_backward": ("less", "where", "where", "abs", "neg", "exp", "add", "div", "mul", "sub", "mul"),
-    "logit": ("sub", "div", "log"),  # log(x / (1 - x))
-    "logit_backward": ("sub", "mul", "div"),  # g / (x * (1 - x))
-    "hardshrink": ("abs", "less_equal", "where"),
-    "hardshrink_backward": ("abs", "less_equal", "where"),
-    "softshrink": ("less", "sub", "less", "add", "where"),
-    "softshrink_backward": ("abs", "less_equal", "where"),
-    "hypot": ("square", "square", "add", "sqrt"),
-    "xlogy": ("log", "mul"),
-    "special_xlog1py": ("log1p", "mul"),
-    "special_entr": ("neg", "log", "mul"),
-    "logaddexp": ("maximum", "sub", "abs", "neg", "exp", "log1p", "add"),  # max(a, b) + log1p(exp(-|a - b|))
-    "logaddexp2": ("maximum", "sub", "abs", "neg", "exp", "log1p", "add"),
-    "_masked_scale": ("masked_scale",),
-    "native_dropout_backward": ("masked_scale",),
-    "sinc": ("mul", "sin", "div"),
-    "remainder": ("div", "floor", "mul", "sub"),
-    "fmod": ("div", "floor", "mul", "sub"),
-    "floor_divide": ("div", "floor"),
-    "frac": ("floor", "sub"),
-    "polar": ("cos", "mul", "sin", "mul"),
-    "_add_relu": ("add", "relu"),
-    "sgn": ("sign",),
-    "_prelu_kernel_backward": ("less", "mul", "where", "mul", "where"),  # before the sum for the weight
-    "bucketize": ("less",),  # per lookup: the number of search steps depends on the data
-    "searchsorted": ("less",),
-    "linalg_cross": ("mul", "mul", "sub"),
-}
-
-#: Functions that count as one transcendental, like exp.
-_TRANSCENDENTAL = (
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "digamma", "erfc", "erfinv", "exp2", "i0",
-    "igamma", "igammac", "lgamma", "log10", "log2", "polygamma", "sinh", "special_bessel_j0", "special_bessel_j1",
-    "special_bessel_y0", "special_bessel_y1", "special_erfcx", "special_i0e", "special_i1", "special_i1e",
-    "special_log_ndtr", "special_ndtri", "special_zeta", "tan",
-)  # fmt: skip
-
-
+#: Ops whose function depends on their arguments; they have other rules, or translations.
+_BY_ARGUMENT = frozenset({"add", "clamp", "copy", "div", "gelu", "gelu_backward", "pow", "sub"})
 #: Steps per element of an argument, for ops whose result has another shape or is missing.
-_OF_ARGUMENT: dict[str, tuple[str, tuple[str | Function, ...]]] = {
+_OF_ARGUMENT: dict[str, tuple[str, tuple[str, ...]]] = {
     "_unsafe_masked_index_put_accumulate": ("values", ("where", "add")),
     "embedding_dense_backward": ("grad_output", ("add",)),  # per looked-up row; all rows are written
     "equal": ("self", ("eq",)),
@@ -100,27 +42,22 @@ def _of(*steps: str | Function) -> Rule:
     return lambda call: per_element(call.out.numel, *steps)
 
 
-def _of_argument(name: str, steps: tuple[str | Function, ...]) -> Rule:
+def _of_argument(name: str, steps: tuple[str, ...]) -> Rule:
     return lambda call: per_element(call[name].numel, *steps)
 
 
 for _name, _argument in _OF_ARGUMENT.items():
     rule(_name)(_of_argument(*_argument))
-for _name in _SAME_NAME:
-    rule(_name)(_of(_name))
-for _name, _steps in _COMPOSED.items():
-    rule(_name)(_of(*_steps))
-for _name in _TRANSCENDENTAL:
-    rule(_name)(_of("exp"))
+for _name, _function in (FUNCTIONS | ATEN).items():
+    if _name not in _BY_ARGUMENT and hasattr(torch.ops.aten, _name):
+        rule(_name)(_of(_function))
+rule("bucketize", "searchsorted")(_of("less"))  # per lookup: the number of search steps depends on the data
+rule("linalg_cross")(_of("mul", "mul", "sub"))
 
 
-def steps_of(name: str) -> tuple[str | Function, ...]:
-    """Return the functions that an elementwise op applies in turn; unknown ops count 1 FLOP."""
-    if name in _SAME_NAME:
-        return (name,)
-    if name in _TRANSCENDENTAL:
-        return (Function(name.strip("_"), 1, 0, 1),)
-    return _COMPOSED.get(name, (Function(name.strip("_"), 1, 1),))
+def function_of(name: str) -> Function:
+    """Return the function that an elementwise op applies; an unknown one counts 1 FLOP."""
+    return ATEN.get(name) or FUNCTIONS.get(name) or Function(name.strip("_"), 1, 1)
 
 
 def gelu_steps(approximate: object) -> tuple[str]:
@@ -161,16 +98,8 @@ def update_scale(call: Call) -> Counts:
 # products, two sums), 11 for a quotient; `costgraph.ops.functions.COMPLEX` has the rest. Operands count in their common
 # dtype, as torch casts a real one first.
 
-_COMPLEX_SAME_NAME = ("add", "div", "eq", "exp", "lerp", "log", "masked_fill", "mul", "neg", "pow", "reciprocal",
-         "sqrt", "sub", "where")  # fmt: skip
-#: The library's functions that an op applies to each element of its result.
-_COMPLEX_STEPS: dict[str, tuple[str, ...]] = {
-    **{name: (name,) for name in _COMPLEX_SAME_NAME},
-    "sgn": ("sign",),
-    "addcmul": ("fma",),
-    "addcdiv": ("div", "add"),
-    "native_dropout_backward": ("masked_scale",),
-}
+#: Ops that apply two of the library's functions, or one under another name.
+_COMPLEX_STEPS = {"addcmul": ("fma",), "addcdiv": ("div", "add")}
 #: Ops whose FLOPs are additions.
 _SUMS = frozenset({
     "cumsum", "embedding_dense_backward", "index_add", "index_put", "mean", "put", "scatter_add", "sum", "trace",
@@ -196,17 +125,13 @@ def complex_counts(call: Call, counts: Counts) -> Counts:
     if call.name in ("conj_physical", "_conj_physical"):  # negates the imaginary part
         return Counts(pointwise=call.out.numel, reads=counts.reads, writes=counts.writes)
     scaled = [n for n in _SCALES if call.get(n) is not None and not is_number(call[n], 1)]
-    if call.name in _COMPLEX_STEPS:
-        steps = (*_COMPLEX_STEPS[call.name], *("mul" for _ in scaled))
-        return combined(applied(call.out.numel, *(of_complex(_function(call, s)) for s in steps)), **bytes_)
+    # the kernel of a power of 2 multiplies
+    name = "square" if call.name == "pow" and is_number(call.get("exponent"), 2) else function_of(call.name).name
+    if name in COMPLEX or call.name in _COMPLEX_STEPS:
+        steps = (*_COMPLEX_STEPS.get(call.name, (name,)), *("mul" for _ in scaled))
+        return combined(applied(call.out.numel, *(of_complex(FUNCTIONS[s]) for s in steps)), **bytes_)
     if call.name in _SUMS or (call.name in _PRODUCTS and not scaled):
         return Counts(
             matmul=counts.matmul * 4, pointwise=counts.pointwise * 2, reads=counts.reads, writes=counts.writes
         )
     raise unsupported(call, "no rule for complex operands", "real ones")
-
-
-def _function(call: Call, name: str) -> Function:
-    """Return a function; a power of 2 is a square, as in the kernel."""
-    squared = name == "pow" and is_number(call.get("exponent"), 2)
-    return FUNCTIONS["square" if squared else name]

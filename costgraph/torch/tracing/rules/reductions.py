@@ -11,7 +11,7 @@ import sympy
 
 from ....algebra.extremum import Min, smaller
 from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
-from ....ops.functions import Function
+from ....ops.functions import LOSSES, Function
 from ..call import Call, Counts, Spec
 from .counts import counts_of
 from .table import REDUCE, Rule, combined, is_number, operand_bytes, per_element, rule, size, unsupported
@@ -108,24 +108,19 @@ def trace(call: Call) -> Counts:
 _NONE = 0
 
 #: Elementwise losses: steps per element, forward and backward.
-_ELEMENTWISE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+_ELEMENTWISE: dict[str, tuple[tuple[str | Function, ...], tuple[str, ...]]] = {
     "mse_loss": (("sub", "square"), ("sub", "mul", "mul")),
-    "smooth_l1_loss": (  # 0.5 * d*d / beta if d < beta else d - 0.5 * beta
-        ("sub", "abs", "less", "square", "mul", "sub", "where"), ("sub", "clamp", "mul"),
-    ),
-    "huber_loss": (("sub", "abs", "less", "square", "mul", "sub", "mul", "where"), ("sub", "clamp", "mul")),
-    "soft_margin_loss": (("neg", "mul", "exp", "log1p"), ("neg", "mul", "exp", "add", "div", "mul", "mul")),
-    "binary_cross_entropy": (  # -(t * log(x) + (1 - t) * log(1 - x)), both logarithms at least -100
-        ("log", "maximum", "mul", "sub", "sub", "log", "maximum", "mul", "add", "neg"),
-        ("sub", "sub", "mul", "maximum", "div", "mul"),
-    ),
-    "binary_cross_entropy_with_logits": (  # (1 - t) * x - log_sigmoid(x); its gradient is composed of other ops
-        ("sub", "mul", "minimum", "abs", "neg", "exp", "log1p", "sub", "sub"), (),
+    "smooth_l1_loss": (("sub", LOSSES["smooth_l1_loss"]), ("sub", "clamp", "mul")),
+    "huber_loss": (("sub", LOSSES["huber_loss"]), ("sub", "clamp", "mul")),
+    "soft_margin_loss": ((LOSSES["soft_margin_loss"],), ("neg", "mul", "exp", "add", "div", "mul", "mul")),
+    "binary_cross_entropy": ((LOSSES["binary_cross_entropy"],), ("sub", "sub", "mul", "maximum", "div", "mul")),
+    "binary_cross_entropy_with_logits": (  # its gradient is composed of other ops
+        (LOSSES["binary_cross_entropy_with_logits"],), (),
     ),
 }  # fmt: skip
 
 
-def _forward(steps: Sequence[str]) -> Rule:
+def _forward(steps: Sequence[str | Function]) -> Rule:
     def apply(call: Call) -> Counts:
         functions: tuple[str | Function, ...] = (*steps, *(("mul",) if call.get("weight") is not None else ()))
         if call.get("reduction") != _NONE:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import log, pi
 from typing import Any
 
 from ....algebra.polynomial import Poly
 from ....ir.graph import Tensor
 from ....ops.elementwise import pointwise
-from ....ops.functions import FUNCTIONS, Function, names_in
+from ....ops.functions import FUNCTIONS, LOSSES, Function, names_in
 from ....ops.layout import split
 from ....ops.loops import save
 from ....ops.reduce import reduce
 from ....ops.updates import ADD_PRODUCT, ADD_QUOTIENT, ADD_SCALED, ADD_SCALED_PRODUCT, ADD_SCALED_QUOTIENT
 from ..call import Call
-from ..rules.elementwise import gelu_steps, power_steps, steps_of
+from ..rules.elementwise import function_of, gelu_steps, power_steps
 from ..rules.table import is_number
 from .table import translation
 
@@ -54,78 +53,6 @@ _DEFAULTS: dict[str, dict[str, float]] = {
 
 
 _G: Any = "g"
-_UNDER_ROOT: Any = ("rsqrt", ("add", ("mul", ("neg", "a"), "a"), 1))
-_SQUARES: Any = ("shared", ("add", ("mul", "a", "a"), ("mul", "b", "b")))
-_BOTH_SQUARED: Any = ("shared", ("masked_fill", ("reciprocal", _SQUARES), ("eq", _SQUARES, 0)))
-_PI_A: Any = ("mul", "a", pi)
-_PI_SQUARED: Any = ("call", ("mul", ("mul", "a", "a"), pi))
-_OF_SINC: Any = (
-    "masked_fill",
-    ("call", ("mul", _G, ("div", ("sub", ("mul", _PI_A, ("cos", _PI_A)), ("sin", _PI_A)), _PI_SQUARED))),
-    ("eq", _PI_SQUARED, 0),
-)
-_QUOTIENT: Any = ("div", "a", "b")
-
-
-def _extremum_gradients(smaller: str, larger: str) -> tuple[Any, Any]:
-    """Return the gradients of `fmax` or `fmin`: the first operand gets it where it is chosen, or b is NaN."""
-    first = ("ne_", ("less_equal", smaller, larger), ("ne", "b", "b"))  # never both true
-    return ("masked_fill", _G, ("logical_not_", first)), ("masked_fill", _G, first)
-
-
-#: Gradients of functions outside the library's table, as torch's autograd computes them.
-_GRADIENTS: dict[str, tuple[Any, ...]] = {
-    "acos": (("mul", ("neg", _G), _UNDER_ROOT),),
-    "acosh": (("mul", _G, ("rsqrt", ("sub", ("square", "a"), 1))),),
-    "asinh": (("mul", _G, ("rsqrt", ("add", ("square", "a"), 1))),),
-    "atanh": (("div", ("mul", _G, 1), ("sub", 1, ("square", "a"))),),
-    "copysign": (("mul", _G, ("masked_fill_", ("div", "y", "a"), ("eq", "a", 0))), None),
-    "cosh": (("mul", _G, ("one", ("mul", 0.5, ("sub", ("exp", "a"), ("exp", ("neg", "a")))))),),
-    "erfinv": (("mul", ("mul", pi**0.5 / 2, ("exp", ("square", ("again", "a")))), _G),),
-    "frac": (_G,),
-    "hypot": (("mul", _G, ("div", "a", "y")), ("mul", _G, ("div", "b", "y"))),
-    "logaddexp": (
-        ("div", _G, ("add", ("exp", ("sub", "b", "a")), 1)), ("div", _G, ("add", ("exp", ("sub", "a", "b")), 1)),
-    ),
-    "logaddexp2": (
-        ("div", _G, ("add", ("pow", 2, ("sub", "b", "a")), 1)), ("div", _G, ("add", ("pow", 2, ("sub", "a", "b")), 1)),
-    ),
-    "nan_to_num": (("mul", _G, ("call", ("mul", ("ne", ("abs", "a"), float("inf")), ("eq", "a", "a")))),),
-    "sinc": (_OF_SINC,),
-    "sinh": (("mul", _G, ("one", ("mul", 0.5, ("add", ("exp", "a"), ("exp", ("neg", "a")))))),),
-    "special_entr": (("mul", _G, ("neg", ("add", ("log", "a"), 1))),),
-    "xlogy": (
-        ("masked_fill", ("one", ("mul", _G, ("log", "b"))), ("logical_and", ("less_equal", "b", 0), ("eq", "a", 0))),
-        ("div", ("mul", _G, "a"), "b"),
-    ),
-    "asin": (("mul", _G, _UNDER_ROOT),),
-    "atan": (("div", _G, ("add", ("mul", "a", "a"), 1)),),
-    "atan2": (("mul", ("mul", _G, "b"), _BOTH_SQUARED), ("mul", ("mul", _G, ("neg", "a")), _BOTH_SQUARED)),
-    "erfc": (("mul", ("mul", ("exp", ("neg", ("square", "a"))), -2 / pi**0.5), _G),),
-    "exp2": (("mul", ("mul", _G, "y"), log(2)),),
-    "log10": (("div", _G, ("mul", "a", log(10))),),
-    "log2": (("div", _G, ("mul", "a", log(2))),),
-    "logit": (("one", ("div", _G, ("mul", "a", ("sub", 1, "a")))),),
-    "prelu_kernel": (
-        ("one", ("where", ("less", 0, "a"), _G, ("mul", "b", _G))),
-        ("one", ("where", ("less", 0, "a"), 0, ("mul", "a", _G))),
-    ),
-    "remainder": (_G, ("mul", ("neg", _G), ("floor_", _QUOTIENT))),
-    "fmod": (
-        _G,
-        ("mul", ("neg", _G), ("one", (
-            "where", ("less", _QUOTIENT, 0), ("neg", ("floor", ("neg", _QUOTIENT))), ("floor", _QUOTIENT),
-        ))),
-    ),
-    "fmax": _extremum_gradients("b", "a"),
-    "fmin": _extremum_gradients("a", "b"),
-    "tan": (("mul", _G, ("add", ("square", "y"), 1)),),
-    **dict.fromkeys(("ceil", "trunc", "floor_divide"), (None,)),
-}  # fmt: skip
-
-
-#: Functions of the library's table with other gradients.
-_OTHER_GRADIENTS = frozenset({"fmax", "fmin"})
 
 
 def _zero_up_to(bound: float, where: Any = "a") -> tuple[Any]:
@@ -166,16 +93,17 @@ _PARAMETRIC_GRADIENTS: dict[str, Callable[[Call], tuple[Any]]] = {
 }
 
 
-def _gradient(call: Call, arity: int) -> tuple[Any, ...] | None:
+def _parametric_gradient(call: Call) -> tuple[Any] | None:
+    """Return the gradient of a function with parameters; None if one is not a number."""
+    gradient = _PARAMETRIC_GRADIENTS.get(call.name)
+    numbers = [*call.arguments.values()][1:]
+    return gradient(call) if gradient is not None and all(isinstance(v, int | float) for v in numbers) else None
+
+
+def _gradient(call: Call, gradients: tuple[Any, ...], arity: int) -> tuple[Any, ...] | None:
     """Return the gradient per tensor operand; None if unknown for this many operands."""
-    name = call.name.strip("_")
-    if name in _PARAMETRIC_GRADIENTS:
-        return (
-            _PARAMETRIC_GRADIENTS[name](call)
-            if all(isinstance(v, int | float) for v in list(call.arguments.values())[1:])
-            else None
-        )
-    gradients = _GRADIENTS.get(name, ())
+    if call.name in _PARAMETRIC_GRADIENTS:
+        return _parametric_gradient(call)
     if len(gradients) > arity and isinstance(call.get("self"), Tensor):  # the other operands are numbers
         gradients = tuple(e for e in gradients[:arity] if not {*names_in(e)} & {*"abcd"[arity:]})
     return gradients if len(gradients) == arity else None
@@ -199,20 +127,15 @@ def _apply(call: Call, function: str | Function, operands: Sequence[Any]) -> Ten
     return pointwise(record, *operands, inplace=call.inplace, dtype=None if has_result_dtype else call.out.dtype)
 
 
-def _function_of(call: Call, steps: Sequence[str | Function]) -> Function | str:
-    """Return one function for the steps that a kernel applies to each element."""
+def _function_of(call: Call) -> Function:
+    """Return the library's function if it takes the call's operands, or else aten's."""
+    function = function_of(call.name)
     tensors = [v for v in call.arguments.values() if isinstance(v, Tensor)]
-    if (
-        len(steps) == 1
-        and isinstance(steps[0], str)
-        and FUNCTIONS[steps[0]].arity in (len(tensors), len(_operands(call)))
-    ):
-        grad = _gradient(call, len(tensors)) if call.name in _OTHER_GRADIENTS else None
-        return steps[0] if grad is None else replace(FUNCTIONS[steps[0]], grad=grad)
-    records = [FUNCTIONS[s] if isinstance(s, str) else s for s in steps]
-    flops, transcendentals = sum(f.flops for f in records), sum(f.transcendentals for f in records)
-    name, arity = call.name.strip("_"), len(tensors)
-    return Function(name, arity, flops, transcendentals, grad=_gradient(call, arity))
+    is_declared = function.name in FUNCTIONS
+    if is_declared and function.arity in (len(tensors), len(_operands(call))):
+        return function
+    grad = _gradient(call, () if is_declared else function.grad or (), len(tensors))
+    return replace(function, name=call.name.strip("_"), arity=len(tensors), result="same", grad=grad)
 
 
 # other ops are tagged as pointwise by torch
@@ -223,16 +146,15 @@ def elementwise(call: Call) -> Tensor | None:
     """Translate into the library's function, or into the kernel's steps."""
     if len(call.results) != 1 or any(isinstance(v, tuple) for v in call.arguments.values()):
         return None
-    function = _function_of(call, steps_of(call.name))
+    function = _function_of(call)
     tensors = [v for v in call.arguments.values() if isinstance(v, Tensor)]
-    arity = FUNCTIONS[function].arity if isinstance(function, str) else function.arity
-    operands = tensors if arity == len(tensors) else _operands(call)
-    if not tensors or len(operands) != arity:
+    operands = tensors if function.arity == len(tensors) else _operands(call)
+    if not tensors or len(operands) != function.arity:
         return None
     parameters = nondefault_parameters(call, operands)
-    if parameters and isinstance(function, str):
+    if parameters and function.name in FUNCTIONS:
         numbers = re.sub(r"\W", "_", "_".join(f"{k}_{v}" for k, v in parameters.items()))
-        function = replace(FUNCTIONS[function], name=f"{function}_{numbers}", grad=_gradient(call, arity))
+        function = replace(function, name=f"{function.name}_{numbers}", grad=_parametric_gradient(call))
     return _apply(call, function, operands)
 
 
@@ -399,51 +321,23 @@ def smooth_l1(call: Call) -> Tensor | None:
     if difference is None or not bound:
         return None
     slope: Any = ("minimum", ("maximum", "a", -bound), bound)
-    function = Function(
-        f"{call.name}_{bound:g}".translate(str.maketrans(".-", "__")), 1, 7 if huber else 6,
-        formula="x*x / 2 where x is small, else |x|",
-        grad=(("mul", "g", slope if huber else ("div", slope, bound)),),
-    )  # fmt: skip
+    name = f"{call.name}_{bound:g}".translate(str.maketrans(".-", "__"))
+    grad = (("mul", "g", slope if huber else ("div", slope, bound)),)
+    function = replace(LOSSES[call.name], name=name, grad=grad)
     return _reduce_loss(call, pointwise(function, difference))
 
 
-#: Binary cross entropy from a probability or a logit: its steps, and torch's gradients for both operands.
-_ENTROPIES: dict[str, tuple[Sequence[str], tuple[Any, ...]]] = {
-    "binary_cross_entropy": (
-        ("log", "maximum", "mul", "sub", "sub", "log", "maximum", "mul", "add", "neg"),
-        (
-            ("one", ("mul", "g", ("div", ("sub", "a", "b"), ("maximum", ("mul", ("sub", 1, "a"), "a"), 1e-12)))),
-            ("mul", "g", ("sub", ("log", ("sub", 1, "a")), ("log", "a"))),
-        ),
-    ),
-    "binary_cross_entropy_with_logits": (
-        ("sub", "mul", "minimum", "abs", "neg", "exp", "log1p", "sub", "sub"),
-        (("mul_", ("sub_", ("sigmoid", "a"), "b"), "g"), ("mul", ("neg", "a"), "g")),
-    ),
-}
-
-
-@translation(*_ENTROPIES)
+@translation("binary_cross_entropy", "binary_cross_entropy_with_logits")
 def entropy(call: Call) -> Tensor | None:
     """Translate binary cross entropy, with optional positive-class and element weights."""
     x, target, pos_weight, weight = call["self"], call["target"], call.get("pos_weight"), call.get("weight")
     if not _same_shape(x, target):
         return None
-    steps, slopes = _ENTROPIES[call.name]
-    operands, formula = [x, target], "-(t * log(p) + (1 - t) * log(1 - p))"
-    if pos_weight is not None:  # 1 + (w - 1) * t instead of 1
-        weighted_target: Any = ("mul", "c", "b")
-        slope = (
-            "mul_",
-            ("sub_", ("mul_", ("sub_", ("add", weighted_target, 1), "b"), ("sigmoid", "a")), weighted_target),
-            "g",
-        )
-        steps, slopes, operands = (*steps, "sub", "mul", "add", "mul"), (slope, None, None), [x, target, pos_weight]
-        formula = "-(w * t * log(p) + (1 - t) * log(1 - p))"
-    records = [FUNCTIONS[s] for s in steps]
-    flops, transcendentals = sum(f.flops for f in records), sum(f.transcendentals for f in records)
-    function = Function(call.name, len(operands), flops, transcendentals, "float", formula, slopes)
-    losses = pointwise(function, *operands)
+    if pos_weight is None:
+        losses = pointwise(LOSSES[call.name], x, target)
+    else:
+        weighted = replace(LOSSES["weighted_cross_entropy_with_logits"], name=call.name)
+        losses = pointwise(weighted, x, target, pos_weight)
     return _reduce_loss(call, losses if weight is None else pointwise("mul", losses, weight))
 
 
@@ -451,12 +345,7 @@ def entropy(call: Call) -> Tensor | None:
 def margin(call: Call) -> Tensor | None:
     """Translate into log(1 + exp(-t * x))."""
     x, target = call["self"], call["target"]
-    if not _same_shape(x, target):
-        return None
-    odds: Any = ("call", ("exp", ("mul", ("neg", "b"), "a")))
-    slope: Any = ("mul_", ("div_", ("mul_", ("mul", "b", odds), -1), ("add_", odds, 1)), "g")
-    function = Function("soft_margin_loss", 2, 2, 2, "float", "log(1 + exp(-t * x))", (slope, None))
-    return _reduce_loss(call, pointwise(function, x, target))
+    return _reduce_loss(call, pointwise(LOSSES[call.name], x, target)) if _same_shape(x, target) else None
 
 
 @translation("log_sigmoid_forward")
