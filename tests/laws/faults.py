@@ -391,7 +391,9 @@ def _(right, self, before, grad):
     return before
 
 
-@fault(TRAINING, "storages of iterations that are not played count once too few", (liveness, "Rest"), LOSSES)
+@fault(
+    TRAINING, "storages of iterations that are not played count once too few", (liveness, "UnplayedIterations"), LOSSES
+)
 def _(right, start, depth):
     rest = right(start, depth)
     family = rest.family

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from costgraph import testing
 from costgraph.errors import CostGraphError
+from costgraph.ops.registry import KINDS
 
 
 def table():
@@ -60,6 +61,11 @@ def caught(fault, laws):
         except (AssertionError, CostGraphError):
             return True
     return False
+
+
+def test_faulty_attributes_exist():
+    owners = [(KINDS[owner] if isinstance(owner, str) else owner, name) for owner, name in (f.where for f in FAULTS)]
+    assert [f"{owner.__name__}.{name}" for owner, name in owners if not hasattr(owner, name)] == []
 
 
 def test_page_lists_all_faults():
