@@ -374,7 +374,7 @@ class _Offloader(Rewriter):
     def sliced(self, t: Tensor, op: Op, new: Graph) -> Tensor:
         """Return a sliced operand, copied once if several loops in a pass read it from the other memory."""
         operand, pass_ = self.operand(t, op, new), _pass(op)
-        loops = [reader for reader in t.graph.successors(t) if reader.loop is not None and _pass(reader) == pass_]
+        loops = list(_loops_of_pass(t, pass_))
         sides = {*map(self.on_host, loops)}
         written = any(result.storage is t.storage for reader in loops for result in reader.results)
         # parameters on the host are written back slice by slice; later loops read the copy of an activation
@@ -408,6 +408,16 @@ class _Offloader(Rewriter):
 def _pass(op: Op) -> str:
     """Return the pass of an op: recomputed ops belong to the backward pass."""
     return "backward" if op.phase in _BACK else op.phase
+
+
+def _loops_of_pass(t: Tensor, pass_: str) -> Iterator[Op]:
+    """Yield the loops of a pass that read a tensor, or what such a loop made of it in place."""
+    for reader in t.graph.successors(t):
+        if reader.loop is not None and _pass(reader) == pass_:
+            yield reader
+            for result in reader.results:
+                if result.storage is t.storage:
+                    yield from _loops_of_pass(result, pass_)
 
 
 def _opened_like(op: Op, new: Graph) -> AbstractContextManager[None]:
