@@ -149,6 +149,28 @@ def test_stages_combine_with_parallelism_degrees():
     assert sympy.expand(together(s.stages, cg.matmul_flops) * N - cg.matmul_flops(whole)) == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("llama-2-13b", {"cp": 2, "sequence": True}),  # the first reader of the received gradient gathers it along tp
+        ("gpt2", {"reduce_every_microbatch": False}),  # a bias gradient is a partial sum of the received gradient
+    ],
+)
+def test_received_gradients_are_placed_like_those_of_the_whole_model(name, split):
+    def sent(graph):
+        return sum(m.times * m.bytes for m in cg.communication(graph, **sizes).filter(axis="tp"))
+
+    sizes = {"B": 4, "S": 64, "D": 64, "F": 128, "H": 4, "V": 256, "L": 4}
+    step = training_step(
+        load(name, symbolic=True), precision="megatron-bf16", accumulate=2, checkpoint=cg.every_block()
+    )
+    whole, stages = (
+        cg.parallelize(step, **split, **pipeline, dp=2, tp=2, strict=True)
+        for pipeline in ({}, {"pp": 2, "micro_batches": 2})
+    )
+    assert sum(map(sent, stages.stages)) == sent(whole)
+
+
 def test_depth_not_divisible_by_stages_is_refused_at_binding():
     _, s = cut(llama(), 3, 3)
     with pytest.raises(cg.BindingError):

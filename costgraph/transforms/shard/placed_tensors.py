@@ -387,6 +387,8 @@ class RequestedPlacements:
     """Whether matmuls accumulate into these buffers (gradient accumulation fusion)."""
     products: Mapping[Tensor, DType] = field(default_factory=dict)
     """Buffers that matmuls accumulate into, and the format of the products."""
+    carries: Mapping[Tensor, Placement] = field(default_factory=dict)
+    """Placement of carries that start as an expanded scalar, from an earlier attempt to build the graph."""
 
 
 class UnplacedSource:
@@ -441,6 +443,8 @@ class PlacedTensors(Rewriter):
         """Storages that are carried: the next iteration reads them with the same placement."""
         self.undecided: dict[Tensor, tuple[Op, int]] = {}
         """New carries that start as an expanded scalar, with their loop and position: the first reader places them."""
+        self.decided_carries = dict(requested.carries)
+        """Old formals of carries, and the placement that their loop started with after all attempts."""
         self.carry_placements: dict[Tensor, Placement] = {}
         """Old tensors that are carried out, and the placement of the carry."""
         self.natural: dict[Any, Placement] = {}

@@ -321,7 +321,8 @@ class Sharder(Cutting):
             start = self.tensors[t]
             placement = self.requested.placements.get(f)
             if placement is None and isinstance(start, UnplacedSource):
-                placement = self.grad_placements.get(last)
+                decided = None if start.zero else self.decided_carries.get(f)
+                placement = self.grad_placements.get(last, decided)
             elif placement is None:
                 placement = self.placements[start].without(
                     ()
@@ -344,10 +345,14 @@ class Sharder(Cutting):
                 starts = [wider.starts.get(i, placement) for i, placement in enumerate(starts)]
                 vars(self).update(state)  # undo this attempt
         self.open_kernel = outer_kernel
+        self.decided_carries |= {f: p for f, p in zip(loop.carries, starts, strict=True) if p is not None}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a copy of the attributes, to restore after a failed attempt."""
-        return {name: _copied(value) for name, value in vars(self).items()}
+        """Return a copy of the attributes, to restore after a failed attempt.
+
+        Decided carries stay: with partial sums as gradients, a loop cannot start with replicated carries again.
+        """
+        return {name: _copied(value) for name, value in vars(self).items() if name != "decided_carries"}
 
     def iterations(self, op: Op, new: Graph, starts: Sequence[Placement | None]) -> None:
         """Add the loop with its carries at given placements."""
@@ -489,7 +494,10 @@ class Sharder(Cutting):
         after = self.placements[local].without(self.placements[local].pending, self.mesh)
         extra = after.axes - placement.axes
         if extra and t not in self.requested.placements and loop.carries[i] not in self.requested.placements:
-            dims = [d if not placement.dims[j] else placement.dims[j] for j, d in enumerate(after.dims)]
+            # a split dimension may be split further: the first reader of an undecided carry may have gathered it
+            coarser = after.without(extra, self.mesh)
+            triples = zip(placement.dims, after.dims, coarser.dims, strict=True)
+            dims = [d if not current or rest == current else current for current, d, rest in triples]
             wider = Placement(tuple(dims))
             if wider != placement and len(wider.axes) == sum(len([f for f in d if isinstance(f, str)]) for d in dims):
                 raise WiderError(op, {i: wider})
@@ -788,7 +796,12 @@ def _partitioned(graph: Graph, request: RequestedPlacements) -> tuple[Sharder, G
         stacks, buffers = {**request.stacks, **sharder.stacks}, {**request.buffers, **terms}
         products = request.products or sharder.products
         request = replace(
-            request, stacks=stacks, buffers=buffers, placements={**request.placements, **buffers}, products=products
+            request,
+            stacks=stacks,
+            buffers=buffers,
+            placements={**request.placements, **buffers},
+            products=products,
+            carries=sharder.decided_carries,
         )
 
 
