@@ -38,7 +38,8 @@ def test_caches_are_sharded_with_batch_and_heads(name, tmp_path):
 @pytest.mark.parametrize("transform", [cg.decode, cg.prefill])
 def test_parallel_pass_computes_same_values_and_caches(name, transform):
     whole = transform(load(name, symbolic=True, dtype="fp32"))
-    rank = cg.parallelize(whole, dp=2, tp=2, strict=True)
+    rank = cg.parallelize(whole, dp=2, tp=2, strict=not name.startswith(RECURRENT))
+    assert rank.sharding.resharded == ()
     testing.check_sharded(whole, rank, **SIZES[name], B=2, S=3)
 
 
