@@ -11,6 +11,8 @@ from costgraph.ir.graph import known_names
 B, S, DP, TP, M = cg.dims("B S DP TP M")
 SMALL = {"B": 2, "S": 4, "D": 8, "H": 4, "G": 2, "K": 2, "F": 8, "L": 2, "V": 8}
 TINY = SMALL | {"S": 2, "D": 4, "F": 4, "V": 4}
+#: Seed of values with which Mixtral's routing is balanced although tokens choose two of four experts.
+BALANCED = 2
 
 
 def step(name="llama-2-13b", **options):
@@ -43,7 +45,7 @@ def test_megatron_step_computes_single_device_values(options, zero):
 ])  # fmt: skip
 def test_other_models_and_axes_compute_single_device_values(name, degrees, sizes):
     whole = step(name)
-    testing.check_sharded(whole, megatron(whole, **degrees, zero=1), **{**SMALL, **sizes})
+    testing.check_sharded(whole, megatron(whole, **degrees, zero=1), seed=BALANCED, **{**SMALL, **sizes})
 
 
 @pytest.mark.parametrize(("name", "degrees", "sizes"), [
@@ -62,7 +64,7 @@ def test_megatron_composed_layers_compute_same_values_on_ranks(name, degrees, si
         assert sympy.expand(ask(model) - ask(as_published)) == 0
     whole = cg.training_step(model, optimizer=cg.AdamW(implementation="fused"), precision="megatron-bf16", accumulate=2)
     sizes = {n: size for n, size in {**SMALL, **sizes}.items() if n in known_names(whole)}
-    testing.check_sharded(whole, megatron(whole, **degrees, zero=1), **sizes)
+    testing.check_sharded(whole, megatron(whole, **degrees, zero=1), seed=BALANCED, **sizes)
 
 
 def params(rank, name):
