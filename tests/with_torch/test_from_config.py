@@ -26,7 +26,8 @@ CLASSES = {
     "Cohere2ForCausalLM": DECODER | {"head_dim": 16, "num_hidden_layers": 17},  # three in four layers have a window
     "GPTNeoXForCausalLM": DECODER,
     "OPTForCausalLM": DECODER | {"ffn_dim": 80, "word_embed_proj_dim": 64},
-    "BertLMHeadModel": DECODER | {"is_decoder": True},
+    # the first and the last layer differ: the frame that calls the encoder keeps the embeddings alive
+    "BertLMHeadModel": DECODER | {"is_decoder": True, "num_hidden_layers": 5},
     "Dinov2Model": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "image_size": 42},
 }
 
