@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf, log, pi
 from typing import Annotated, Any
 
@@ -113,8 +114,8 @@ _BOOL = frozenset({"eq", "ne", "less", "less_equal", "logical_and", "logical_or"
 _STEPS: dict[str, tuple[str, ...]] = {**{name: (name,) for name in _CALLS}, "cast": (), "log2p1": ("log2p1",)}
 
 
-def _steps(node: ast.AST) -> tuple[str, ...]:
-    """Return the primitives in one node of a formula."""
+def _applied(node: ast.AST) -> tuple[str, ...]:
+    """Return the primitives that one node of a formula applies."""
     match node:
         case ast.BinOp(op=op) | ast.UnaryOp(op=op) | ast.BoolOp(op=op) | ast.Compare(ops=[op]):
             return (_OPERATORS[type(op)],)
@@ -125,6 +126,14 @@ def _steps(node: ast.AST) -> tuple[str, ...]:
         case ast.Call():
             raise GraphError(f"{ast.unparse(node)}: expected a call of {', '.join(_STEPS)}")
     return ()
+
+
+def _steps(node: ast.AST, variables: Collection[str]) -> list[str] | None:
+    """Return the primitives in a formula, the outermost one first; None for a constant."""
+    if isinstance(node, ast.Name):
+        return [] if node.id in variables else None
+    operands = [steps for n in ast.iter_child_nodes(node) if (steps := _steps(n, variables)) is not None]
+    return [*_applied(node), *chain.from_iterable(operands)] if operands else None
 
 
 def define(definition: str, *grad: Any, result: str = "", order: tuple[int, ...] = ()) -> Function:
@@ -151,13 +160,8 @@ def define(definition: str, *grad: Any, result: str = "", order: tuple[int, ...]
     variables = {*operands, *named}
     if not value:
         _STEPS.setdefault(name, (name,))
-    steps = tuple(
-        step
-        for part in (text, *named.values())
-        for node in ast.walk(ast.parse(part, mode="eval"))
-        if any(isinstance(n, ast.Name) and n.id in variables for n in ast.walk(node))
-        for step in _steps(node)
-    )
+    parts = [_steps(ast.parse(part, mode="eval"), variables) or [] for part in (text, *named.values())]
+    steps = tuple(chain.from_iterable(parts))
     _STEPS.setdefault(name, steps)
     flops = sum(step in _PLAIN for step in steps)
     is_float = flops < len(steps) or "div" in steps
