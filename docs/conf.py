@@ -4,7 +4,11 @@ import atexit
 import shutil
 import sys
 import tempfile
+from importlib import import_module
+from inspect import unwrap
+from operator import attrgetter
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from docutils import nodes
@@ -85,6 +89,16 @@ def short_sidebar(app: Sphinx, page: str, template: str, context: dict[str, Any]
         context["toctree"] = lambda **options: whole(**options | {"collapse": True, "maxdepth": 2})
 
 
+def source_module(app: Sphinx, module: str, name: str) -> str | None:
+    """Return the module that defines a public function, which names the package that exports it."""
+    try:
+        function = attrgetter(name)(import_module(module))
+    except (ImportError, AttributeError):  # Sphinx documents fields that only instances have
+        return None
+    return unwrap(function).__module__ if isinstance(function, FunctionType) else None
+
+
 def setup(app: Sphinx) -> None:
-    """Shorten the table of contents before furo reads it, at the default priority of 500."""
+    """Find the source of functions, and shorten the table of contents before furo reads it, at a priority of 500."""
+    app.connect("viewcode-follow-imported", source_module)
     app.connect("html-page-context", short_sidebar, priority=400)

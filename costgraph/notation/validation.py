@@ -345,16 +345,16 @@ def guard(
     """
     if not inspect.isfunction(function):
         return function
-    if function not in _DOORS:
+    if function not in _GUARDED_FUNCTIONS:
         name = function.__name__
-        door = with_earlier_keywords(around(function) if name in inside else checked(around(function)))
-        door.__module__ = module.__name__  # so that pickle finds it
-        _DOORS[function] = _DOORS[door] = door
-    return _DOORS[function]
+        public = with_earlier_keywords(around(function) if name in inside else checked(around(function)))
+        public.__module__ = module.__name__  # so that pickle finds it
+        _GUARDED_FUNCTIONS[function] = _GUARDED_FUNCTIONS[public] = public
+    return _GUARDED_FUNCTIONS[function]
 
 
 #: Checked version of each function; a checked function maps to itself.
-_DOORS: dict[Callable[..., Any], Callable[..., Any]] = {}
+_GUARDED_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 #: Classes whose methods validate their arguments.
