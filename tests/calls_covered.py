@@ -6,7 +6,7 @@ test function keeps a case, or the function is slow enough to move as a whole. C
 condition, however fast they are. The tests run several times slower. A run of selected tests writes nothing.
 
 Use `@pytest.mark.long` for a test that is slow by nature, such as one that starts processes or trains a large model.
-Use `long_cases.txt` for a case that repeats what the remaining cases of its test, or faster tests, already check.
+Use `long_cases.txt` for a case whose checks other, faster tests repeat.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class Fact(NamedTuple):
 class Table:
     """Base class for results displayed as a table of their `rows`.
 
-    `print` shows at most 40 lines, notebooks show HTML, and `to_pandas` returns a DataFrame. The legend of the symbols
-    that the formulas show follows below.
+    `print` shows at most 40 lines, notebooks show HTML, and `to_pandas` returns a DataFrame. A legend explains the
+    symbols in formulas.
     """
 
     rows: Any

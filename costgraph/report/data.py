@@ -54,7 +54,7 @@ class Training:
     figures: Mapping[str, Figure]
     """by name, see `TRAINING_QUANTITIES`"""
     loss: str | None = None
-    """title of the loss; None if the graph computed a scalar of its own"""
+    """title of the loss; None if the model itself returns a scalar"""
     dtype: str | None = None
     """format whose peak rate is used for MFU and HFU, see `main_format`; None without matmuls"""
     others: Mapping[str, float] = field(default_factory=dict)

@@ -849,7 +849,7 @@ class StridedSlice:
     """first position in iteration 0"""
     step: Poly
     size: Poly
-    unseen: bool = False
+    untracked: bool = False
     """whether writes are hidden from autograd"""
     members: dict[int, Op] = field(default_factory=dict)
     """each iteration's slice op"""
@@ -1012,7 +1012,7 @@ class StridedSlices:
                     f"{op.operands[1].name!r} is written into {base.name!r}, expected one slice per iteration, "
                     f"which advances with the iterations"
                 )
-            cut.unseen |= isinstance(op.kind, SliceUpdate) and op.kind.untracked
+            cut.untracked |= isinstance(op.kind, SliceUpdate) and op.kind.untracked
             written.setdefault(base, {})[iteration] = op, cut
             self.writes[op] = cut, iteration
         for op in loop_ops if written else ():
@@ -1994,7 +1994,7 @@ class _IterationFolder(KernelPrologues, Folder):
             start, step = (self.cuts.start(cut, iteration), cut.size) if family is None else self._span(cut)
             part = values if family is None else self._merged(values, cut.axis)
             stride = 1 if step == cut.size else int(step.constant or 1)
-            kind = SliceUpdate(axes=(cut.axis,), starts=(start,), steps=(stride,), untracked=cut.unseen)
+            kind = SliceUpdate(axes=(cut.axis,), starts=(start,), steps=(stride,), untracked=cut.untracked)
             value = self.new.add_op(kind, [value, part], "slice_update", "forward").results[0]
             del pending[: 1 if family is None else len(self.match.blocks)]
         self.updated[base] = value

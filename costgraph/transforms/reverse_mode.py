@@ -41,7 +41,7 @@ from ..ops.reduce import Pool
 from ..optimizers import Optimizer, Slot
 from .rewrite import Rewriter, flat
 from .shard.partial_sums import origin
-from .views import embed, is_unseen, is_view_op, replay, view_path, write_through, written_op
+from .views import embed, is_untracked, is_view_op, replay, view_path, write_through, written_op
 from .vjp.kernels import INSIDE, KERNELS, KernelBackward
 from .vjp.table import Rule, VJPContext, is_alone, restricted, rule_of, vjp, zero_filled
 
@@ -294,7 +294,7 @@ def protect_saved(graph: Graph) -> Graph:
     active = active_in(graph.ops, (t for t in graph.tensors if t.producer is None and t.requires_grad))
     rewriter = _SavedProtector()
     for op in graph.ops:
-        if isinstance(op.kind, Pointwise) and op.kind.inplace and not is_unseen(op):
+        if isinstance(op.kind, Pointwise) and op.kind.inplace and not is_untracked(op):
             x, grad_expressions = op.operands[0], op.kind.function.grad or ()
             tensor_arguments = [i for i, s in enumerate(op.kind.scalars or (None,) * len(op.operands)) if s is None]
             active_arguments = [i for i, t in zip(tensor_arguments, op.operands, strict=True) if t in active]

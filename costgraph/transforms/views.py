@@ -18,7 +18,7 @@ from .rewrite import Rewriter
 
 __all__ = [
     "is_view_op",
-    "is_unseen",
+    "is_untracked",
     "view_path",
     "replay",
     "rebased",
@@ -41,7 +41,7 @@ def is_view_op(op: Op) -> bool:
     )
 
 
-def is_unseen(op: Op) -> bool:
+def is_untracked(op: Op) -> bool:
     """Whether an in-place write is hidden from autograd: all readers see the tensor as it was."""
     readers = [o.kind for o in op.graph.successors(op.results[0])]
     return bool(readers) and all(isinstance(kind, SliceUpdate) and kind.untracked for kind in readers)
@@ -55,7 +55,7 @@ def _renamed(op: Op) -> bool:
 
 
 def view_path(t: Tensor, base: Tensor | None = None) -> tuple[Tensor, list[Op]] | None:
-    """Return the tensor that a view was taken of, and the view ops that lead to it; None for other views.
+    """Return the base of a view and the view ops that lead from it to the view; None for other views.
 
     Names of the same tensor, before and after a write, count as one. With `base`, the path starts there.
     """
@@ -82,21 +82,21 @@ def _first_name(t: Tensor) -> Tensor:
 
 
 def replay(path: Sequence[Op], base: Tensor) -> Tensor:
-    """Take the same view of another base."""
+    """Apply view ops to another base."""
     for op in path:
         (base,) = apply(op.kind, [base], op.kind.name)
     return base
 
 
 def rebased(path: Sequence[Op], base: Tensor) -> Tensor:
-    """Take a view of a written base again, as autograd does with `as_strided`."""
+    """Recreate a view from a written base, as autograd does with `as_strided`."""
     view = replay(path, base)
     if sum(isinstance(op.kind, Slice) for op in path) == 1 or not path:
         return view  # the gradient of a single slice is embedded in zeros of the base anyway
     return apply(KeepAlive(rebased=True), [view, base], "as_strided")[0]
 
 
-def write_through(base: Tensor, view: Tensor, part: Tensor, *, unseen: bool = False) -> Tensor:
+def write_through(base: Tensor, view: Tensor, part: Tensor, *, untracked: bool = False) -> Tensor:
     """Return a base after a write to one of its views; `part` is the view after the write."""
     start, inner = _first_name(base), _first_name(view)
     is_slice = False
@@ -108,17 +108,17 @@ def write_through(base: Tensor, view: Tensor, part: Tensor, *, unseen: bool = Fa
         is_slice = isinstance(op.kind, Slice)
         if isinstance(op.kind, Slice):
             axes, starts, steps = (op.kind.axis,), (op.kind.start,), (op.kind.step,)
-            update = SliceUpdate(axes=axes, starts=starts, steps=steps, untracked=unseen)
+            update = SliceUpdate(axes=axes, starts=starts, steps=steps, untracked=untracked)
             (part,) = apply(update, [outer, part], "slice_update")
         else:
             assert isinstance(op.kind, Rearrange)
             (part,) = apply(op.kind.inverse(outer.sizes), [part], op.kind.name)
-    whole = SliceUpdate(axes=(), starts=(), steps=(), untracked=unseen)
+    whole = SliceUpdate(axes=(), starts=(), steps=(), untracked=untracked)
     return part if is_slice else apply(whole, [base, part], "slice_update")[0]
 
 
 def written_op(op: Op) -> Op | None:
-    """Return the in-place op that wrote the part of a `SliceUpdate` tensor, None for other ops."""
+    """Return the in-place op behind a `SliceUpdate`, None for other ops."""
     if not isinstance(op.kind, SliceUpdate) or op.kind.untracked:
         return None
     write = op.operands[1].producer
@@ -128,7 +128,7 @@ def written_op(op: Op) -> Op | None:
 
 
 def embed(path: Sequence[Op], base: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of a base, given that of a view: zeros with a copy inside, as in `AsStridedBackward`."""
+    """Copy the gradient of a view into zeros for its base, as `AsStridedBackward` does."""
     zeros = fill(base.shape, dtype=grad.dtype)
     view = replay(path, zeros)
     return write_through(zeros, view, assign(view, grad))
@@ -229,7 +229,7 @@ class _Rebaser(Rewriter):
         root, path = found
         history = self.histories.setdefault(root.storage, _History(self.tensors[root]))
         history.version += 1
-        part, unseen = self.tensors[op.results[0]], op.kind.no_grad or is_unseen(op)
+        part, untracked = self.tensors[op.results[0]], op.kind.no_grad or is_untracked(op)
         view = self.tensors[op.operands[0]]
-        history.base = write_through(history.base, view, part, unseen=unseen) if path or unseen else part
+        history.base = write_through(history.base, view, part, untracked=untracked) if path or untracked else part
         history.replayed[op.results[0]] = history.version

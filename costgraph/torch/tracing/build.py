@@ -109,7 +109,7 @@ class LastWrite(NamedTuple):
     part: Tensor
     earlier: LastWrite | None
     """the write before it"""
-    unseen: bool = False
+    untracked: bool = False
     """whether the write is invisible to autograd"""
 
 
@@ -276,7 +276,7 @@ class Builder:
         with opened(graph=self.graph, levels=(), phase=self.phase):
             update = write.part if write.part.sizes == part.sizes else reshape(write.part, part.sizes)
             axes, starts, steps = zip(*part.axis_slices, strict=True) if part.axis_slices else ((), (), ())
-            kind = SliceUpdate(axes=axes, starts=starts, steps=steps, untracked=write.unseen)
+            kind = SliceUpdate(axes=axes, starts=starts, steps=steps, untracked=write.untracked)
             (updated,) = apply(kind, [base, update], "slice_update")
         self.tensors[handle.storage][handle] = self.first[handle.storage] = updated
         return updated
@@ -290,7 +290,7 @@ class Builder:
         last = self.last_writes[handle.storage]
         with opened(graph=self.graph, levels=(), phase=self.phase):
             if not found[1] and write is last:
-                views[handle] = write_through(view, write.part, write.part, unseen=write.unseen)
+                views[handle] = write_through(view, write.part, write.part, untracked=write.untracked)
                 self.first[handle.storage] = views[handle]
             elif found[1] and handle != root_handle:
                 root = views.get(root_handle) or self._apply_slice_writes(root_handle, last)
@@ -370,8 +370,8 @@ class Builder:
         op = ops[-1]
         numbers = {t.storage: self._canonical(h).storage for t, h in zip(operands, call.operands, strict=True)}
         for storage in (inner.operands[i].storage for inner in ops for i in inner.kind.overwrites()):
-            self._overwritten(numbers[storage], next(t for t in results if t.storage is storage), call.unseen)
-        self._register([(*row[:3], None) for row in call.outputs], results, call.unseen)
+            self._overwritten(numbers[storage], next(t for t in results if t.storage is storage), call.untracked)
+        self._register([(*row[:3], None) for row in call.outputs], results, call.untracked)
         indices = {operands[i]: i for i in reversed(range(len(operands)))}
         operand_indices = tuple(operands.index(t) if t in indices else -1 for t in op.operands)
         new_results = [(row, t) for row, t in zip(call.outputs, results, strict=True) if t not in indices]
@@ -447,19 +447,19 @@ class Builder:
         op.call = GraphCall(call.target, call.arguments, call.keywords, result_indices, *_choice_of(call))
         for (handle, of, *_), t in zip(outputs, op.results, strict=True):
             # other slices may be read later, or the gradient of the whole tensor still flows to its earlier value
-            if of is not None and call.moves and (call.unseen or t.numel != t.storage.elements):
-                self._overwritten(self._canonical(handle).storage, t, call.unseen)
-        self._register(outputs, op.results, call.unseen)
+            if of is not None and call.moves and (call.untracked or t.numel != t.storage.elements):
+                self._overwritten(self._canonical(handle).storage, t, call.untracked)
+        self._register(outputs, op.results, call.untracked)
         return op, op.results
 
     def _register(
         self, outputs: Sequence[tuple[Handle, int | None, int, Poly | None]], results: Sequence[Tensor],
-        unseen: bool = False,
+        untracked: bool = False,
     ) -> None:  # fmt: skip
         """Register the tensors that stand for a call's outputs."""
         for (handle, of, _, bytes_), t in zip(outputs, results, strict=True):
             handle = self._canonical(handle)
-            if unseen and handle.storage not in self.first and handle.storage in self.last_writes:
+            if untracked and handle.storage not in self.first and handle.storage in self.last_writes:
                 self.first[handle.storage] = t  # readers hold it by its earlier names
                 continue
             if bytes_ is None:
@@ -468,14 +468,14 @@ class Builder:
                 self.first[handle.storage] = t
                 self.tensors[handle.storage][_handle_of(t, handle.storage)] = t
 
-    def _overwritten(self, storage: int, part: Tensor, unseen: bool = False) -> None:
+    def _overwritten(self, storage: int, part: Tensor, untracked: bool = False) -> None:
         """Drop an overwritten storage's tensors: later reads derive from the write."""
         self.first.pop(storage, None)
         tensors, previous = self.tensors.pop(storage, {}), self.last_writes.get(storage)
         self.tensors[storage] = {h: t for h, t in tensors.items() if t.apart(part)}
-        if previous is not None and previous.part.region() == part.region() and previous.unseen == unseen:
+        if previous is not None and previous.part.region() == part.region() and previous.untracked == untracked:
             tensors, previous = {**previous.tensors, **tensors}, previous.earlier
-        self.last_writes[storage] = LastWrite(tensors, part, previous, unseen)
+        self.last_writes[storage] = LastWrite(tensors, part, previous, untracked)
         self.loop_labels.written.add(storage)
 
     # -- lifetimes -----------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ __all__ = [
     "BARRIER",
     "NONE",
     "Barrier",
-    "is_unseen",
+    "is_untracked",
     "Scopes",
     "path_of",
     "FormatAssertion",
@@ -92,7 +92,7 @@ NONE = Barrier()
 _VIEW = "_costgraph_view"
 
 
-def is_unseen(results: Iterable[Any], grad_off: bool | None) -> bool:
+def is_untracked(results: Iterable[Any], grad_off: bool | None) -> bool:
     """Whether an in-place write is invisible to autograd.
 
     This holds wherever gradients are switched off. Elsewhere it holds for a tensor without a gradient, such as
@@ -215,7 +215,7 @@ class RecordedOp:
     """rule that selected it on the device; None if every device runs it"""
     line: str = ""
     """program line, for a call whose costs are not known yet"""
-    unseen: bool = False
+    untracked: bool = False
     """whether it is an in-place write invisible to autograd"""
     no_grad: bool = False
     """whether it ran without autograd"""
@@ -750,7 +750,7 @@ class Recorder(TorchDispatchMode):
         returned = {h for h, *_ in outputs}
         outputs += [(h, operands[h], -1, None) for h in written_handles if h not in returned]
         moves = bool(written_handles) or any(of is None for _, of, _, _ in outputs)
-        unseen = bool(written_handles) and is_unseen(_leaves(out), self.grad_off)
+        untracked = bool(written_handles) and is_untracked(_leaves(out), self.grad_off)
         if not outputs or (not moves and all(h in operands for h, *_ in outputs)):
             return  # it reads a number, or returns its operand
         call = _call(func, args, kwargs, results, self.device)
@@ -759,10 +759,17 @@ class Recorder(TorchDispatchMode):
         ):
             if position.outputs:
                 tags = func.tags if single_call is call else tags_of(single_call.name)
-                self._add(func, single_call, position, tags, moves=moves, unseen=unseen)
+                self._add(func, single_call, position, tags, moves=moves, untracked=untracked)
 
     def _add(
-        self, func: OpOverload, call: Call, position: ListPosition, tags: Collection[Any], *, moves: bool, unseen: bool
+        self,
+        func: OpOverload,
+        call: Call,
+        position: ListPosition,
+        tags: Collection[Any],
+        *,
+        moves: bool,
+        untracked: bool,
     ) -> None:
         """Record a call on single tensors."""
         counts: Counts | None = Counts()
@@ -785,7 +792,9 @@ class Recorder(TorchDispatchMode):
         )
         # translations run when the graph is built; their errors name this line
         self.events.append(
-            RecordedOp(*fields, self.choices.current(), caller() if counts is None else "", unseen, bool(self.grad_off))
+            RecordedOp(
+                *fields, self.choices.current(), caller() if counts is None else "", untracked, bool(self.grad_off)
+            )
         )
 
     def _outputs(
